@@ -1,0 +1,162 @@
+"""What travels between a gateway (or router) and a replica.
+
+    gateway ──► replica    Submit, Abort, Drain, Probe
+    replica ──► gateway    Hello (once, first), Step (one per engine step), Health (answers Probe)
+
+Every submitted request ends in exactly one Output with a ``finish_reason`` per sample, or in one Failed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headrace.core.request import Request
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request and free its blocks before the next step; unknown ids are ignored.
+
+    ``sample_index`` limits it to one sample (a stop string was found in it); None aborts all. An
+    aborted request or sample gets no further message.
+    """
+
+    request_id: str
+    sample_index: int | None = None
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Take no new request, finish what runs, then exit."""
+
+
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    nonce: int
+
+
+ToReplica = Submit | Abort | Drain | Probe
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the token itself, its rank (1 = most likely), the best k."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sample of one request after one step.
+
+    ``prompt_logprobs`` comes once, with the sample's first tokens; its entry 0 is None (nothing
+    precedes the first token). ``stop_token`` is the id that ended it, when one did; that id is the
+    last of ``token_ids``. ``num_cached_tokens`` is the prompt's length found in the prefix cache.
+    """
+
+    request_id: str
+    sample_index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True):
+    """A request that cannot be finished; ``status`` and ``kind`` as in ``core.errors``."""
+
+    request_id: str
+    status: int
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
+    """Full blocks that can now be reused, in chain order."""
+
+    block_ids: list[bytes]
+    parent: bytes
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    block_ids: list[bytes]
+
+
+class CacheCleared(msgspec.Struct, frozen=True, tag="cleared"):
+    pass
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's state now, and counters since it started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of blocks held by running requests, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """What a replica can do; sent first on every connection, once the model is loaded."""
+
+    replica_id: str
+    pid: int
+    model: str
+    model_revision: str
+    role: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    root_identity: bytes
+    eos_token_ids: list[int]
+    load_seconds: float
+    weights_bytes: int
+    kv_bytes: int
+    notes: list[str]
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
+    """One engine step. ``event_seq`` numbers the first of ``events``; each event takes one number."""
+
+    outputs: list[Output]
+    failed: list[Failed]
+    stats: Stats
+    events: list[CacheEvent] = []
+    event_seq: int = 0
+
+
+class Health(msgspec.Struct, frozen=True, tag="health"):
+    nonce: int
+    draining: bool
+    stats: Stats
+
+
+FromReplica = Hello | Step | Health
