@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from array import array
 from hashlib import sha256
+from typing import TypeAlias
 
 ID_BYTES = 32
-Tokens = bytes | bytearray | memoryview | array[int]
+Tokens: TypeAlias = "bytes | bytearray | memoryview | array[int]"
 
 
 def root_identity(

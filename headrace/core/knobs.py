@@ -1,0 +1,105 @@
+"""Every setting, described once: flags, environment variables, file keys, help and docs follow from here.
+
+A field's ``Meta`` holds its description and range; ``extra`` holds its ``heat``, which says what touching
+it costs:
+
+    cold   safe defaults, changed for a reason of your own (addresses, names, limits)
+    warm   trades one figure for another; measure before and after
+    hot    changes memory or numerics; a wrong value costs latency, quality or the start itself
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+def _knob(description: str, heat: str, **limits: Any) -> Meta:
+    return Meta(description=description, extra={"heat": heat}, **limits)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica's engine is told. ``model`` is resolved to a local folder before this is sent."""
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _knob("Type of weights and activations; auto: bfloat16. float32 is the reference.", "hot"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        _knob("Where the model runs; auto: cuda when there is one.", "cold"),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        _knob("int8: weights rounded to 8 bits per output channel, computed weight-only.", "hot"),
+    ] = "none"
+    max_model_len: Annotated[
+        int | None,
+        _knob("Longest prompt plus output in tokens; default: what the model was made for.", "warm", ge=1),
+    ] = None
+    max_num_seqs: Annotated[
+        int, _knob("Sequences that run at once.", "warm", ge=1, le=4096)
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        _knob("Tokens computed in one step; larger: faster prompts, longer gaps between tokens.", "warm", ge=1),
+    ] = 1024
+    block_size: Annotated[
+        int, _knob("Tokens in one block of the KV cache.", "warm", ge=1, le=1024)
+    ] = 32
+    kv_cache_gib: Annotated[
+        float | None,
+        _knob("Memory for the KV cache; default: what max_num_seqs needs, within half of what is free.", "warm", gt=0),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, _knob("Reuse the blocks of a prefix that was computed before.", "warm")
+    ] = True
+    threads: Annotated[
+        int | None, _knob("CPU threads of the engine; default: every core.", "warm", ge=1, le=1024)
+    ] = None
+    seed: Annotated[int, _knob("Seeds requests that bring no seed of their own.", "cold")] = 0
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front door is told."""
+
+    host: Annotated[str, _knob("Address to listen on.", "cold")] = "127.0.0.1"
+    port: Annotated[int, _knob("Port to listen on; 0 takes a free one.", "cold", ge=0, le=65535)] = 8000
+    api_key: Annotated[
+        list[str], _knob("Key that callers must send as a bearer token; may be repeated.", "cold")
+    ] = []
+    served_model_name: Annotated[
+        str | None, _knob("Model name in the API; default: the name given.", "cold")
+    ] = None
+    chat_template: Annotated[
+        str | None, _knob("File with a Jinja chat template, instead of the model's own.", "cold")
+    ] = None
+    max_body_mb: Annotated[
+        float, _knob("Largest request body.", "cold", gt=0, le=1024)
+    ] = 32.0
+    max_concurrent_requests: Annotated[
+        int, _knob("Requests admitted at once, running or queued; more get a 429.", "warm", ge=1)
+    ] = 256
+    chat_template_timeout_s: Annotated[
+        float, _knob("Longest time one chat template may take.", "cold", gt=0)
+    ] = 5.0
+    max_response_backlog_mb: Annotated[
+        float, _knob("Unread output after which a slow reader is cut off.", "cold", gt=0)
+    ] = 16.0
+    shutdown_grace_s: Annotated[
+        float, _knob("Time that running requests get to finish on SIGTERM.", "cold", ge=0)
+    ] = 30.0
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the processes speak of themselves, on stderr."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _knob("Least severe message to print.", "cold")
+    ] = "info"
+    log_json: Annotated[bool, _knob("One JSON object a line instead of text.", "cold")] = False
+    stats_interval_s: Annotated[
+        float, _knob("Seconds between lines of throughput while busy; 0: none.", "cold", ge=0)
+    ] = 10.0
