@@ -1,0 +1,116 @@
+"""Every op in plain torch: what each means, and what every faster implementation is checked against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.cache import LayerKV
+from headrace.kernels.weights import AttentionSpec, PackedLinear, plain_linear
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """The weight as loaded."""
+    return plain_linear(weight, bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """(tokens,) ids and (vocab, hidden) → (tokens, hidden)."""
+    return weight[token_ids]
+
+
+def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+    """(tokens, in) → (tokens, out): x @ weight.T + bias, plus ``residual`` (tokens, out) when given."""
+    y = x @ packed.dense().to(x.dtype).T
+    if packed.bias is not None:
+        y = y + packed.bias
+    return y if residual is None else y + residual
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension, computed in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + r/2) of the first r features of x: (tokens, heads, head_dim).
+
+    cos, sin: (tokens, 1, r), r <= head_dim even, each angle given twice: feature i and i + r/2. ``sin`` is
+    signed: its first half is negated, so that the rotation is x * cos + swap_halves(x) * sin.
+    (Su et al., arXiv 2104.09864, in the half-split form of the Llama checkpoints.)
+    """
+    rotated_dim = cos.shape[-1]
+    head, tail = x[..., :rotated_dim], x[..., rotated_dim:]
+    swapped = torch.cat((head[..., rotated_dim // 2 :], head[..., : rotated_dim // 2]), dim=-1)
+    return torch.cat((head * cos + swapped * sin, tail), dim=-1)
+
+
+def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """(tokens, gate | up) → act(gate) * up; ``activation``: silu, gelu (erf) or gelu_tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def logits_head(hidden: Tensor, packed: PackedLinear, softcap: float | None = None) -> Tensor:
+    """(rows, hidden) → (rows, vocab) float32 logits, soft-capped when the model does so."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = linear(hidden, packed).to(wide)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: LayerKV,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+) -> Tensor:
+    """Writes k and v into the cache, then lets every row attend to its own sequence's cached keys.
+
+    q (tokens, num_heads, head_dim), k (tokens, num_kv_heads, head_dim), v (tokens, num_kv_heads,
+    v_head_dim) → (tokens, num_heads * v_head_dim). Query head h reads key head h // (num_heads //
+    num_kv_heads).
+    """
+    tokens = q.shape[0]
+    rows = torch.cat((k.reshape(tokens, -1), v.reshape(tokens, -1)), dim=1)
+    kv.rows[batch.slot_mapping] = rows.to(kv.rows.dtype)
+    out = q.new_empty(tokens, spec.num_heads, spec.v_head_dim)
+    for index, length in enumerate(batch.decode_lens_list):
+        table = batch.decode_block_tables[index]
+        out[index : index + 1] = _attend(q[index : index + 1], kv, table, length, spec)
+    for chunk in batch.prefills:
+        length = chunk.context_len + chunk.end - chunk.start
+        queries = q[chunk.start : chunk.end]
+        out[chunk.start : chunk.end] = _attend(queries, kv, chunk.block_table, length, spec)
+    return out.flatten(1)
+
+
+def _attend(q: Tensor, kv: LayerKV, block_table: Tensor, length: int, spec: AttentionSpec) -> Tensor:
+    """The last q.shape[0] of ``length`` tokens over all of them: (queries, heads, v_head_dim)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    position = torch.arange(length, device=q.device)
+    slots = block_table[position // kv.block_size] * kv.block_size + position % kv.block_size
+    group = spec.num_heads // spec.num_kv_heads
+    keys = kv.keys[:, slots].to(wide).repeat_interleave(group, dim=0)  # (heads, length, head_dim)
+    values = kv.values[:, slots].to(wide).repeat_interleave(group, dim=0)
+    scores = torch.einsum("qhd,hkd->hqk", q.to(wide), keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    distance = position[length - q.shape[0] :, None] - position[None, :]
+    hidden = distance < 0
+    if spec.sliding_window is not None:
+        hidden |= distance >= spec.sliding_window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(wide)[:, None, None].expand(-1, q.shape[0], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqk,hkd->qhd", weights, values).to(q.dtype)
