@@ -1,1 +1,25 @@
+"""Headrace serves open-weight language models, and makes itself faster on the workload it serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.core.request import SamplingParams
+    from headrace.llm import LLM
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: `headrace --help` must not wait for torch.
+    if name == "LLM":
+        from headrace.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from headrace.core.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -39,9 +39,7 @@ def root_identity(
     return sha256("\x1f".join(parts).encode()).digest()
 
 
-def block_identities(
-    parent: bytes, tokens: Tokens, block_size: int, *, start_block: int = 0
-) -> list[bytes]:
+def block_identities(parent: bytes, tokens: Tokens, block_size: int, *, start_block: int = 0) -> list[bytes]:
     """Identities of the full blocks of ``tokens`` from ``start_block`` on.
 
     ``tokens`` is a buffer of uint32 ids, ``parent`` the identity before ``start_block``. A trailing

@@ -39,19 +39,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         _knob("Longest prompt plus output in tokens; default: what the model was made for.", "warm", ge=1),
     ] = None
-    max_num_seqs: Annotated[
-        int, _knob("Sequences that run at once.", "warm", ge=1, le=4096)
-    ] = 64
+    max_num_seqs: Annotated[int, _knob("Sequences that run at once.", "warm", ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[
         int,
-        _knob("Tokens computed in one step; larger: faster prompts, longer gaps between tokens.", "warm", ge=1),
+        _knob(
+            "Tokens computed in one step; larger: faster prompts, longer gaps between tokens.", "warm", ge=1
+        ),
     ] = 1024
-    block_size: Annotated[
-        int, _knob("Tokens in one block of the KV cache.", "warm", ge=1, le=1024)
-    ] = 32
+    block_size: Annotated[int, _knob("Tokens in one block of the KV cache.", "warm", ge=1, le=1024)] = 32
     kv_cache_gib: Annotated[
         float | None,
-        _knob("Memory for the KV cache; default: what max_num_seqs needs, within half of what is free.", "warm", gt=0),
+        _knob(
+            "Memory for the KV cache; default: what max_num_seqs needs, within half of what is free.",
+            "warm",
+            gt=0,
+        ),
     ] = None
     enable_prefix_caching: Annotated[
         bool, _knob("Reuse the blocks of a prefix that was computed before.", "warm")
@@ -59,7 +61,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[
         int | None, _knob("CPU threads of the engine; default: every core.", "warm", ge=1, le=1024)
     ] = None
-    seed: Annotated[int, _knob("Seeds requests that bring no seed of their own.", "cold")] = 0
+    seed: Annotated[
+        int | None, _knob("Draws the seeds of requests that bring none; default: not repeatable.", "cold")
+    ] = None
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +80,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, _knob("File with a Jinja chat template, instead of the model's own.", "cold")
     ] = None
-    max_body_mb: Annotated[
-        float, _knob("Largest request body.", "cold", gt=0, le=1024)
-    ] = 32.0
+    max_body_mb: Annotated[float, _knob("Largest request body.", "cold", gt=0, le=1024)] = 32.0
     max_concurrent_requests: Annotated[
         int, _knob("Requests admitted at once, running or queued; more get a 429.", "warm", ge=1)
     ] = 256

@@ -1,0 +1,62 @@
+"""``headrace``: finds the command, runs it, and turns every error into one line, a hint and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from headrace import __version__
+from headrace.cli import chat, collect_env, run, serve
+from headrace.core.errors import HeadraceError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace",
+        allow_abbrev=False,
+        description="Serves open-weight language models behind an OpenAI-compatible API.",
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (serve, chat, run, collect_env):
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        summary = (module.__doc__ or "").strip().splitlines()[0].partition(": ")[2]
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.main)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    command: Command = arguments.run
+    try:
+        return command(arguments)
+    except HeadraceError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away; nothing is left to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
