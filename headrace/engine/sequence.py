@@ -1,0 +1,111 @@
+"""One sample of a request while the engine works on it."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from typing import Any
+
+from headrace.core.messages import FinishReason
+from headrace.core.request import Request
+
+
+class SequenceStatus(enum.Enum):
+    """
+        add ──► WAITING ──► RUNNING ──► FINISHED          abort: from anywhere to FINISHED
+                   ▲           │
+        HELD ──────┘           ▼
+        (samples 1.. of n)  PREEMPTED ──► RUNNING
+    """
+
+    WAITING = "waiting"
+    HELD = "held"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens known, tokens computed, and the blocks that hold them. Only the scheduler writes here.
+
+        tokens:   | prompt ............... | output ......... |
+                  | num_prompt_tokens      | num_output_tokens |     rescued output counts as output
+                  | num_computed_tokens: keys and values are in the cache | still to compute |
+        blocks:   | block_table: covers every known token while running, empty otherwise    |
+                  | block_ids: identities of full blocks, at least of all that are computed |
+
+    ``block_table`` grows by append only; a preemption replaces it by a new list and raises
+    ``num_preemptions``. No buffer of ``tokens`` may be kept across ``Scheduler.update``, which appends.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "block_table",
+        "finish_reason",
+        "followers",
+        "max_length",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "num_sampled_tokens",
+        "prompt_length",
+        "request",
+        "request_id",
+        "runner_state",
+        "sample_index",
+        "sampling",
+        "status",
+        "stop_token",
+        "tokens",
+        "was_admitted",
+    )
+
+    def __init__(
+        self, request: Request, sample_index: int, tokens: array[int], *, max_length: int, arrival: int
+    ) -> None:
+        """``max_length``: prompt plus output at which generation ends; ``arrival``: place in line."""
+        self.request = request
+        self.request_id = request.request_id
+        self.sample_index = sample_index
+        self.sampling = request.sampling
+        self.tokens = tokens
+        self.prompt_length = len(tokens)  # as the request carried it, rescued output included
+        self.num_prompt_tokens = len(tokens) - request.num_output_tokens
+        self.num_computed_tokens = 0
+        self.num_sampled_tokens = 0  # by this engine
+        self.num_cached_tokens = 0  # of the prompt, found in the cache at first admission
+        self.num_preemptions = 0
+        self.num_registered_blocks = 0  # leading blocks whose identity the pool was told
+        self.block_table: list[int] = []
+        self.block_ids: list[bytes] = []
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+        self.max_length = max_length
+        self.arrival = arrival
+        self.was_admitted = False
+        self.followers: list[Sequence] = []  # samples held until this one's prompt is computed
+        self.runner_state: Any = None  # the engine's to use
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Rescued and sampled tokens: the position of the next one for sampling, penalties and limits."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> array[int]:
+        """A copy of the output so far."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}/{self.sample_index}, {self.status.value}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} computed, {len(self.block_table)} blocks)"
+        )

@@ -1,0 +1,1 @@
+"""Which block of the KV cache holds what; numbers only, never tensors."""
