@@ -20,6 +20,7 @@ class FileValue(msgspec.Struct, frozen=True):
 def read_config_file(path: Path) -> dict[str, FileValue]:
     """Top-level keys of a YAML mapping; ``max-num-seqs`` and ``max_num_seqs`` are the same key."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.comments import CommentedMap
     from ruamel.yaml.error import YAMLError
 
     try:
@@ -32,7 +33,7 @@ def read_config_file(path: Path) -> dict[str, FileValue]:
         raise UsageError(f"--config {path}: not valid YAML: {error}") from error
     if document is None:
         return {}
-    if not isinstance(document, dict):
+    if not isinstance(document, CommentedMap):
         raise UsageError(
             f"--config {path}: needs a mapping of settings, found {type(document).__name__}",
             hint="write one setting a line, such as `port: 8000`",

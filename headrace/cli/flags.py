@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -138,7 +139,10 @@ def non_defaults(config: msgspec.Struct) -> list[str]:
 
 def _convert(knob: Knob, value: Any, where: str) -> Any:
     try:
-        return msgspec.convert(value, knob.type, strict=False)
+        converted = msgspec.convert(value, knob.type, strict=False)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise msgspec.ValidationError("expected a finite number")
+        return converted
     except msgspec.ValidationError as error:
         shown = "***" if "key" in knob.name else repr(value)
         wanted = str(error).split(" - at ")[0].replace("`", "").replace("Expected", "expected")
@@ -152,9 +156,11 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def _bare(annotated: Any) -> Any:
     bare = typing.get_args(annotated)[0]
-    inner = [part for part in typing.get_args(bare) if part is not type(None)]
-    is_optional = type(None) in typing.get_args(bare)
-    return inner[0] if is_optional and len(inner) == 1 else bare
+    parts = typing.get_args(bare)
+    if type(None) in parts:
+        bare = next(part for part in parts if part is not type(None))
+        bare = typing.get_args(bare)[0] if hasattr(bare, "__metadata__") else bare
+    return bare
 
 
 def _metavar(annotated: Any) -> str:

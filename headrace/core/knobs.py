@@ -16,6 +16,10 @@ import msgspec
 from msgspec import Meta
 
 
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
 def _knob(description: str, heat: str, **limits: Any) -> Meta:
     return Meta(description=description, extra={"heat": heat}, **limits)
 
@@ -36,8 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _knob("int8: weights rounded to 8 bits per output channel, computed weight-only.", "hot"),
     ] = "none"
     max_model_len: Annotated[
-        int | None,
-        _knob("Longest prompt plus output in tokens; default: what the model was made for.", "warm", ge=1),
+        PositiveInt | None,
+        _knob("Longest prompt plus output in tokens; default: what the model was made for.", "warm"),
     ] = None
     max_num_seqs: Annotated[int, _knob("Sequences that run at once.", "warm", ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[
@@ -48,18 +52,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1024
     block_size: Annotated[int, _knob("Tokens in one block of the KV cache.", "warm", ge=1, le=1024)] = 32
     kv_cache_gib: Annotated[
-        float | None,
+        PositiveFloat | None,
         _knob(
-            "Memory for the KV cache; default: what max_num_seqs needs, within half of what is free.",
-            "warm",
-            gt=0,
+            "Memory for the KV cache; default: what max_num_seqs needs, within half of what is free.", "warm"
         ),
     ] = None
     enable_prefix_caching: Annotated[
         bool, _knob("Reuse the blocks of a prefix that was computed before.", "warm")
     ] = True
     threads: Annotated[
-        int | None, _knob("CPU threads of the engine; default: every core.", "warm", ge=1, le=1024)
+        PositiveInt | None, _knob("CPU threads of the engine; default: every core.", "warm")
     ] = None
     seed: Annotated[
         int | None, _knob("Draws the seeds of requests that bring none; default: not repeatable.", "cold")
