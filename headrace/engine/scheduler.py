@@ -20,7 +20,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.core.errors import ContextLengthError, InvalidRequestError
@@ -82,7 +82,7 @@ class _Blocked:
     """The head of the waiting line that found too few blocks, and the pool's ``num_frees`` then."""
 
     sequence: Sequence | None = None
-    num_frees: int = field(default=-1)
+    num_frees: int = -1
 
 
 class Scheduler:
@@ -139,7 +139,7 @@ class Scheduler:
                 f"request {request.request_id!r} is already running; ids must be unique", param="request_id"
             )
         block_ids = self._prompt_identities(request, tokens)
-        samples = []
+        samples: list[Sequence] = []
         for index in indices:
             copy = array("I", tokens) if samples else tokens
             sequence = Sequence(request, index, copy, max_length=max_length, arrival=self._arrivals)
@@ -277,14 +277,15 @@ class Scheduler:
     def _max_length(self, request: Request, length: int) -> int:
         """Prompt plus output at which a request ends; raises if it cannot be served."""
         sampling, context = request.sampling, self.config.max_model_len
-        if not 0 <= request.num_output_tokens < max(length, 1) or (sampling.n > 1 and request.num_output_tokens):
-            raise InvalidRequestError(
-                f"num_output_tokens must be less than the {length} tokens of the prompt, and 0 when n is "
-                f"{sampling.n} (above 1), got {request.num_output_tokens}",
-                param="num_output_tokens",
-            )
         if length == 0:
             raise InvalidRequestError("the prompt must hold at least one token, got none", param="prompt")
+        limit = length - 1 if sampling.n == 1 else 0  # output belongs to one sample
+        if not 0 <= request.num_output_tokens <= limit:
+            raise InvalidRequestError(
+                f"num_output_tokens must be in [0, {limit}] for a prompt of {length} tokens and n = "
+                f"{sampling.n}, got {request.num_output_tokens}",
+                param="num_output_tokens",
+            )
         if length >= context:
             raise ContextLengthError(
                 f"the prompt has {length} tokens; the context holds {context}, of which at least one is "
@@ -357,7 +358,7 @@ class Scheduler:
         block_size = self.config.block_size
         num_tokens = len(sequence.tokens)
         hits: list[int] = []
-        if self._may_hit(sequence):  # the last token is computed even if it is cached: it must be sampled from
+        if self._may_hit(sequence):  # the last token's logits are needed, so its block is computed anyway
             hits = pool.lookup(sequence.block_ids[: (num_tokens - 1) // block_size])
         missing = -(-num_tokens // block_size) - len(hits)
         if missing + pool.count_free(hits) + len(self._running) > pool.num_free:

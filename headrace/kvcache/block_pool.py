@@ -24,7 +24,7 @@ class BlockPool:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_frees = 0  # calls of free() that returned something; lets a waiting caller see a change
+        self.num_frees = 0  # calls of free(); lets a waiting caller see that something changed
         self._num_free = num_blocks
         self._refs = [0] * num_blocks
         self._ids: list[bytes | None] = [None] * num_blocks
@@ -133,9 +133,8 @@ class BlockPool:
         if empty:
             empty.reverse()
             self._append_empty(empty)
-        if freed:
-            self._num_free += freed
-            self.num_frees += 1
+        self._num_free += freed
+        self.num_frees += 1
 
     def register(self, blocks: Iterable[int], block_ids: Iterable[bytes], parent: bytes) -> None:
         """Gives held, full and computed blocks their identities; ``parent`` is the one before the first.
@@ -153,7 +152,10 @@ class BlockPool:
             parent = block_id
 
     def reset(self) -> None:
-        """Forgets every identity. Held blocks stay held; free ones are empty and in ascending order."""
+        """Forgets every identity. Held blocks stay held; free ones are empty and in ascending order.
+
+        When the meaning of contents changes (other weights), let running sequences finish first.
+        """
         self._ids = [None] * self.num_blocks
         self._block_of.clear()
         self._link_all_free()
@@ -178,10 +180,11 @@ class BlockPool:
         empty, cached = self._walk(self._empty), self._walk(self._cached)
         free = set(empty) | set(cached)
         assert len(free) == len(empty) + len(cached) == self._num_free, "a free block is lost or doubled"
-        assert free == {b for b in range(self.num_blocks) if not self._refs[b]}, "free lists hold the wrong blocks"
+        assert free == {b for b in range(self.num_blocks) if not self._refs[b]}, "the wrong blocks are free"
         assert all(self._ids[b] is None for b in empty), "an empty block has an identity"
         assert all(self._ids[b] is not None for b in cached), "a cached block has no identity"
-        assert self._block_of == {i: b for b, i in enumerate(self._ids) if i is not None}, "map and ids differ"
+        found = {i: b for b, i in enumerate(self._ids) if i is not None}
+        assert self._block_of == found, "map and identities differ"
 
     def _pop(self, sentinel: int, limit: int) -> list[int]:
         """Unlinks up to ``limit`` blocks from the head of a list."""
