@@ -55,8 +55,8 @@ class LayerKV:
         return cls(
             rows=rows,
             blocks=rows.view(num_blocks, block_size * width),
-            keys=rows[:, :split].unflatten(1, (num_kv_heads, head_dim)).transpose(0, 1),
-            values=rows[:, split:].unflatten(1, (num_kv_heads, v_dim)).transpose(0, 1),
+            keys=rows[:, :split].view(-1, num_kv_heads, head_dim).transpose(0, 1),
+            values=rows[:, split:].view(-1, num_kv_heads, v_dim).transpose(0, 1),
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

@@ -35,7 +35,7 @@ class PackedLinear:
     def dense(self) -> Tensor:
         """The weight as a plain (out_features, in_features) tensor; a copy unless it is plain already."""
         if self.form == "mkldnn":
-            dense: Tensor = self.weight.to_dense()  # type: ignore[no-untyped-call]
+            dense: Tensor = self.weight.to_dense()
             return dense
         if self.scales is not None:
             return self.weight.to(self.scales.dtype) * self.scales[:, None]
