@@ -139,7 +139,7 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": (
         "GraniteConfig",
         "GraniteForCausalLM",
-        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     ),
     "olmo3": (
         "Olmo3Config",

@@ -1,0 +1,178 @@
+"""A checkpoint's tensors by name, over one or many safetensors files.
+
+Tensors are views of memory-mapped files, so that loading needs room for one copy of the weights and a
+layer's worth beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from headrace.core.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from headrace.models.fields import Fields, read_json
+from headrace.models.safetensors_file import SafetensorsFile
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_AGAIN = "download the model again; a folder in the Hugging Face cache is completed by the same command"
+
+
+class Checkpoint:
+    """The safetensors of one model folder.
+
+    ``take`` hands out each tensor, checked; ``finish`` complains about those nobody took.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelNotFoundError when files are missing, CorruptFileError when one is damaged."""
+        self.folder = folder
+        self.files = [SafetensorsFile(path) for path in _weight_files(folder)]
+        owners: dict[str, SafetensorsFile] = {}
+        for file in self.files:
+            for name in file.entries:
+                if name in owners:
+                    raise CorruptFileError(f"{folder}: tensor {name} is in two files")
+                owners[name] = file
+        self._owners = owners
+        self._taken: set[str] = set()
+        self.shapes = MappingProxyType({name: owners[name].entries[name].shape for name in owners})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(entry.end - entry.begin for file in self.files for entry in file.entries.values())
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in its stored type, as a view of the file.
+
+        Raises CorruptFileError when it is missing or has another shape, UnsupportedModelError when it
+        holds no plain floating-point numbers.
+        """
+        file = self._owners.get(name)
+        if file is None:
+            raise CorruptFileError(
+                f"{self.folder}: tensor {name} of shape {list(shape)} is missing",
+                hint="config.json and the weights do not belong together, or the download is incomplete",
+            )
+        entry = file.entries[name]
+        if entry.shape != shape:
+            raise CorruptFileError(
+                f"{self.folder}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}",
+                hint="config.json and the weights do not belong together",
+            )
+        if entry.dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"{self.folder}: tensor {name} is stored as {entry.dtype}; float32, float16 or bfloat16 is needed",
+                hint="use the original checkpoint with --quantization int8, or a GGUF file",
+            )
+        self._taken.add(name)
+        return file.get(name)
+
+    def copy(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``take``, as a tensor of its own."""
+        return self.take(name, shape).to(device=device, dtype=dtype, copy=True)
+
+    def join(
+        self,
+        parts: Iterable[tuple[str, tuple[int, ...]]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Several tensors one below the other, as one tensor of its own."""
+        views = [self.take(name, shape) for name, shape in parts]
+        rows = sum(view.shape[0] for view in views)
+        joined = torch.empty((rows, *views[0].shape[1:]), dtype=dtype, device=device)
+        start = 0
+        for view in views:
+            joined[start : start + view.shape[0]] = view
+            start += view.shape[0]
+        return joined
+
+    def release(self) -> None:
+        """Gives back the memory of pages read so far."""
+        for file in self.files:
+            file.release()
+
+    def finish(self, *, ignore_prefixes: tuple[str, ...] = (), ignore_suffixes: tuple[str, ...] = ()) -> None:
+        """Raises UnsupportedModelError when tensors were not taken: the model would be another without them."""
+        left = sorted(
+            name
+            for name in self._owners.keys() - self._taken
+            if not name.startswith(ignore_prefixes) and not name.endswith(ignore_suffixes)
+        )
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            raise UnsupportedModelError(
+                f"{self.folder}: the weights hold tensors that this architecture has no place for: "
+                f"{', '.join(left[:5])}{more}",
+                hint="config.json may name the wrong model_type",
+            )
+
+
+def weights_revision(folder: Path, files: Iterable[SafetensorsFile]) -> str:
+    """What identifies the weights: the hub's commit when the folder is a snapshot, else a digest over
+    config.json, headers and samples of every tensor."""
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots" and len(resolved.name) == 40:
+        return resolved.name
+    state = sha256((folder / "config.json").read_bytes())
+    for file in files:
+        state.update(file.path.name.encode())
+        state.update(file.digest())
+    return state.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that together hold every tensor."""
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"{folder} is not a folder", hint="check the model's path or name")
+    index = folder / INDEX_NAME
+    if index.exists():
+        names = _indexed_names(index)
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelNotFoundError(
+                f"{folder} is incomplete: {len(missing)} of {len(names)} weight files are missing, "
+                f"among them {missing[0]}",
+                hint=_AGAIN,
+            )
+        return [folder / name for name in names]
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    partial = sorted(path.name for path in folder.glob("*.incomplete"))
+    if partial:
+        raise ModelNotFoundError(f"{folder} is half downloaded: {partial[0]}", hint=_AGAIN)
+    shards = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        raise ModelNotFoundError(f"{folder} holds {shards[0]} but no {INDEX_NAME}", hint=_AGAIN)
+    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+        path.name for path in folder.glob("*.pt*")
+    )
+    if others:
+        raise UnsupportedModelError(
+            f"{folder} holds its weights as {others[0]}; safetensors are needed",
+            hint="such files can run code when read; convert them with Transformers' save_pretrained",
+        )
+    raise ModelNotFoundError(f"{folder} holds no {SINGLE_NAME}", hint=_AGAIN)
+
+
+def _indexed_names(index: Path) -> list[str]:
+    weight_map = Fields(read_json(index), str(index)).mapping("weight_map")
+    names = sorted(set(map(str, weight_map.values())))
+    if not names:
+        raise CorruptFileError(f"{index} names no weight files", hint=_AGAIN)
+    for name in names:
+        # an index must not lead out of its folder
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CorruptFileError(f"{index} names {name[:100]!r}, a safetensors file beside it is needed")
+    return names
