@@ -239,7 +239,7 @@ def _safe_boundaries(added: list[Any]) -> list[str]:
     if eats and any(edge in WHITESPACE or edge.isspace() for edge in edges):
         return []
     others = {token.content for token in raw} - chosen
-    while swallowing := {other for other in others if _overlaps(other, chosen)}:
+    while swallowing := _swallowing(others, chosen):
         chosen |= swallowing
         others -= swallowing
     for token in raw:
@@ -251,16 +251,17 @@ def _safe_boundaries(added: list[Any]) -> list[str]:
     return sorted(chosen)
 
 
-def _overlaps(other: str, chosen: set[str]) -> bool:
-    """Whether a match of ``other`` can begin before one of ``chosen`` and share characters with it."""
+def _swallowing(others: set[str], chosen: set[str]) -> set[str]:
+    """Those of ``others`` whose match can begin before, or reach beyond, a match in ``chosen`` it shares text with."""
+    beginnings = {text[:end] for text in chosen for end in range(1, len(text) + 1)}
     longest = max(map(len, chosen))
-    for start in range(len(other)):
-        rest = other[start:]
-        if start and any(text.startswith(rest) for text in chosen if text[0] == rest[0]):
-            return True
-        if any(rest[:end] in chosen for end in range(1, min(longest, len(rest)) + 1)):
-            return True
-    return False
+    return {
+        other
+        for other in others
+        for start in range(len(other))
+        if (start and other[start:] in beginnings)
+        or any(other[start:end] in chosen for end in range(start + 1, min(len(other), start + longest) + 1))
+    }
 
 
 def _without_first(node: Any) -> Any:
