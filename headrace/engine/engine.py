@@ -1,0 +1,278 @@
+"""The engine: requests in, tokens out, one synchronous step at a time.
+
+add ─► Scheduler ─► schedule ─► ModelRunner ─► sampled tokens ─► Scheduler.update ─► StepResult
+                     abort, a swap of ops: between steps
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.core.errors import EngineError, HeadraceError, InvalidRequestError, UsageError
+from headrace.core.identity import root_identity
+from headrace.core.knobs import EngineConfig
+from headrace.core.messages import CacheEvent, Failed, Output, Stats
+from headrace.core.request import Request
+from headrace.engine import memory
+from headrace.engine.model_runner import KVGeometry, ModelRunner
+from headrace.engine.sampler import SampledBatch, Sampler
+from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from headrace.engine.sequence import Sequence
+from headrace.kernels.table import OpTable
+from headrace.kvcache.block_pool import BlockPool
+from headrace.models.load import load_model
+
+log = logging.getLogger("headrace.engine")
+
+_KV_LAYOUT = "rows-k-v"
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass
+class StepResult:
+    """What one step brought: at most one Output per sample, and requests that cannot be finished."""
+
+    outputs: list[Output] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+
+
+class Engine:
+    """One model, its cache, and the requests it works on. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        *,
+        revision: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Loads the model in ``folder``; ``progress`` is told bytes of weights done and in all.
+
+        Raises StartupErrors: the model cannot be loaded, does not fit, or the configuration is wrong.
+        """
+        started = time.monotonic()
+        self.config = config
+        self.device = _device(config.device)
+        self.num_threads = config.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.num_threads)
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        free_before = memory.available_bytes(self.device)
+        memory.check_weights_fit(folder, self.device, config.quantization)
+        loaded = load_model(
+            folder, dtype=dtype, device=self.device, quantization=config.quantization, progress=progress
+        )
+        model_config = loaded.model.config
+        self.vocab_size = model_config.vocab_size
+        self.max_model_len = memory.resolve_max_model_len(
+            config.max_model_len, model_config.max_position_embeddings
+        )
+        geometry = KVGeometry(list(model_config.kv_specs), config.block_size, dtype)
+        free_bytes = min(free_before - loaded.weights_bytes, memory.available_bytes(self.device))
+        self.kv_size = memory.size_kv_cache(config, self.max_model_len, geometry.bytes_per_block, free_bytes)
+        revision = revision or loaded.revision
+        root = root_identity(
+            model_revision=revision,
+            kv_dtype=str(dtype).removeprefix("torch."),
+            kv_layout=_KV_LAYOUT,
+            block_size=config.block_size,
+            weights_digest="" if config.quantization == "none" else config.quantization,
+        )
+        self.block_pool = BlockPool(self.kv_size.num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                block_size=config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            self.block_pool,
+            root,
+            loaded.eos_token_ids,
+        )
+        kv = geometry.allocate(self.kv_size.num_blocks, self.device)
+        self.runner = ModelRunner(
+            loaded.model, kv, config.block_size, Sampler(loaded.eos_token_ids), self.device
+        )
+        with torch.inference_mode():
+            self.runner.warm_up()
+        self._pending_ops: OpTable | None = None
+        self._num_steps = 0
+        self._num_unseeded = 0
+        self.hello_fields: dict[str, Any] = {
+            "model_revision": revision,
+            "device": _describe(self.device, self.num_threads),
+            "dtype": str(dtype).removeprefix("torch."),
+            "vocab_size": self.vocab_size,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "block_size": config.block_size,
+            "num_blocks": self.kv_size.num_blocks,
+            "root_identity": root,
+            "eos_token_ids": list(loaded.eos_token_ids),
+            "load_seconds": time.monotonic() - started,
+            "weights_bytes": loaded.weights_bytes,
+            "kv_bytes": self.kv_size.nbytes,
+            "notes": [*loaded.notes, f"KV cache sized by: {self.kv_size.reason}"],
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Puts a request in line. Raises InvalidRequestError or ContextLengthError, and adds nothing then."""
+        request.sampling.validate(self.vocab_size)
+        if request.adapter is not None:
+            raise InvalidRequestError(
+                f"this replica serves no adapters, got {request.adapter!r}", param="adapter"
+            )
+        if len(request.prompt) % 4:
+            raise InvalidRequestError(
+                f"a prompt is 4 bytes a token, got {len(request.prompt)} bytes", param="prompt"
+            )
+        highest = max(request.token_ids(), default=0)
+        if highest >= self.vocab_size:
+            raise InvalidRequestError(
+                f"token ids must be below the vocabulary's {self.vocab_size}, got {highest}", param="prompt"
+            )
+        if request.sampling.seed is None:
+            seed = (self.config.seed + _SEED_STEP * self._num_unseeded) % 2**63
+            self._num_unseeded += 1
+            request = msgspec.structs.replace(
+                request, sampling=msgspec.structs.replace(request.sampling, seed=seed)
+            )
+        return self.scheduler.add(request)
+
+    def abort(self, request_id: str, sample_index: int | None = None) -> int:
+        """Ends a request, or one sample, and frees its blocks; returns how many samples ended."""
+        return len(self.scheduler.abort(request_id, sample_index))
+
+    def step(self) -> StepResult:
+        """Schedules, computes and books one step. A failure of the model ends that step's requests only."""
+        if self._pending_ops is not None:
+            self.runner.model.ops, self._pending_ops = self._pending_ops, None
+        result = StepResult()
+        schedule = self.scheduler.schedule()
+        if not schedule.entries:
+            return result
+        self._num_steps += 1
+        try:
+            with torch.inference_mode():
+                sampled = self.runner.execute(schedule)
+        except Exception as error:
+            log.exception("step %d failed", self._num_steps)
+            self._fail_all(schedule, error, result)
+            return result
+        sampling = [entry.sequence for entry in schedule.entries if entry.samples]
+        for index in sampled.invalid:
+            self._fail(
+                sampling[index], EngineError("the model gave no valid logits (NaN) for this request"), result
+            )
+        self.scheduler.update(schedule, sampled.token_ids)
+        self._collect(sampling, sampled, result)
+        return result
+
+    def take_events(self) -> tuple[int, list[CacheEvent]]:
+        """Cache events since the last call, and the number of the first."""
+        return self.block_pool.take_events()
+
+    def set_ops(self, ops: OpTable) -> None:
+        """Exchanges the model's ops at the next step's start."""
+        self._pending_ops = ops
+
+    def stats(self) -> Stats:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        return Stats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=self.block_pool.num_blocks,
+            num_free_blocks=self.block_pool.num_free,
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            prompt_tokens=counters.prompt_tokens,
+            computed_prompt_tokens=counters.computed_prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that no block is lost or held twice."""
+        self.scheduler.check_integrity()
+
+    def _collect(self, sampling: list[Sequence], sampled: SampledBatch, result: StepResult) -> None:
+        failed = {failed.request_id for failed in result.failed}
+        outputs = result.outputs
+        for index, (sequence, token) in enumerate(zip(sampling, sampled.token_ids, strict=True)):
+            if failed and sequence.request_id in failed:
+                continue
+            prompt_logprobs = None
+            if sequence.num_sampled_tokens == 1 and sequence.sampling.prompt_logprobs is not None:
+                row = self.runner.sampler.row(sequence)
+                gathered, row.prompt_logprobs = row.prompt_logprobs, None
+                assert gathered is not None
+                prompt_logprobs = gathered.entries
+            logprob = sampled.logprobs.get(index)
+            outputs.append(
+                Output(
+                    sequence.request_id,
+                    sequence.sample_index,
+                    [token],
+                    sequence.finish_reason,
+                    sequence.stop_token,
+                    sequence.num_cached_tokens,
+                    None if logprob is None else [logprob],
+                    prompt_logprobs,
+                )
+            )
+
+    def _fail_all(self, schedule: Schedule, error: Exception, result: StepResult) -> None:
+        cause = (
+            error
+            if isinstance(error, HeadraceError)
+            else EngineError(f"the model failed in this step: {type(error).__name__}: {error}")
+        )
+        for entry in schedule.entries:
+            self._fail(entry.sequence, cause, result)
+
+    def _fail(self, sequence: Sequence, error: HeadraceError, result: StepResult) -> None:
+        """Ends all samples of a request and reports it, once."""
+        if self.scheduler.abort(sequence.request_id):
+            result.failed.append(failed_message(sequence.request_id, error))
+
+
+def failed_message(request_id: str, error: HeadraceError) -> Failed:
+    """An error as it travels to the gateway."""
+    message = f"{error.message} ({error.hint})" if error.hint else error.message
+    return Failed(request_id, error.status, error.kind, message, error.param, error.code)
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if asked == "cuda":
+        raise UsageError(
+            "--device cuda: torch sees no CUDA device",
+            hint="use --device cpu, or install a CUDA build of torch",
+            param="--device",
+        )
+    return torch.device("cpu")
+
+
+def _describe(device: torch.device, num_threads: int) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({num_threads} threads)"

@@ -1,0 +1,157 @@
+"""How much memory there is, and how many blocks of KV cache it gives.
+
+available at start │ weights │ KV cache: at most half of the rest by default │ activations, others │
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.core.errors import InsufficientMemoryError, UsageError
+from headrace.core.knobs import EngineConfig
+
+GIB = 1024**3
+# The default KV cache never takes more than this, unless one request needs it.
+DEFAULT_KV_CAP_BYTES = 4 * GIB
+# One request of maximum length may take so much of what is free.
+_LARGEST_SHARE = 0.9
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that this process could still take, within its control group's limit; on CUDA the card's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_system_available(), _cgroup_available())
+
+
+def check_weights_fit(folder: Path, device: torch.device, quantization: str) -> None:
+    """Raises InsufficientMemoryError when the weight files alone are larger than what is free."""
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = available_bytes(device)
+    if needed > free:
+        raise InsufficientMemoryError(
+            f"the weights need {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are available",
+            hint="choose a smaller model or free memory"
+            + (", or try --quantization int8" if quantization == "none" else ""),
+        )
+
+
+def resolve_max_model_len(asked: int | None, limit: int) -> int:
+    """The longest sequence: what was asked, at most what the model was made for."""
+    if asked is None:
+        return limit
+    if asked > limit:
+        raise UsageError(
+            f"--max-model-len {asked} is more than the {limit} positions this model was made for",
+            hint=f"use --max-model-len {limit} or less",
+            param="--max-model-len",
+        )
+    return asked
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """``reason`` says how the number was chosen, for the start-up lines."""
+
+    num_blocks: int
+    nbytes: int
+    reason: str
+
+
+def size_kv_cache(config: EngineConfig, max_model_len: int, bytes_per_block: int, free_bytes: int) -> KVSize:
+    """How many blocks to allocate with ``free_bytes`` left after the weights.
+
+    Raises InsufficientMemoryError when one request of ``max_model_len`` tokens does not fit.
+    """
+    blocks_per_request = -(-max_model_len // config.block_size)
+    one_request = blocks_per_request * bytes_per_block
+    if config.kv_cache_gib is not None:
+        budget, source = int(config.kv_cache_gib * GIB), "--kv-cache-gib"
+        if budget > free_bytes:
+            raise InsufficientMemoryError(
+                f"--kv-cache-gib asks for {config.kv_cache_gib:g} GiB and {free_bytes / GIB:.2f} GiB are "
+                "left after the weights",
+                hint=f"lower --kv-cache-gib below {free_bytes / GIB:.2f}",
+                param="--kv-cache-gib",
+            )
+    else:
+        wanted = config.max_num_seqs * one_request
+        budget = min(wanted, free_bytes // 2, DEFAULT_KV_CAP_BYTES)
+        source = (
+            "max_num_seqs of max_model_len"
+            if budget == wanted
+            else ("half of the free memory" if budget == free_bytes // 2 else "default limit")
+        )
+        if budget < one_request <= free_bytes * _LARGEST_SHARE:
+            budget, source = one_request, "one request of max_model_len"
+    if budget < one_request:
+        raise InsufficientMemoryError(
+            f"one request of {max_model_len} tokens needs {one_request / GIB:.3f} GiB of KV cache and "
+            f"{max(budget, 0) / GIB:.3f} GiB are available for it",
+            hint=_hint(config, max_model_len, one_request, budget, free_bytes),
+            param="--max-model-len",
+        )
+    num_blocks = budget // bytes_per_block
+    return KVSize(num_blocks, num_blocks * bytes_per_block, source)
+
+
+def _hint(config: EngineConfig, max_model_len: int, one_request: int, budget: int, free_bytes: int) -> str:
+    fitting = int(max_model_len * max(budget, 0) / one_request) // config.block_size * config.block_size
+    lower = f"lower --max-model-len to {fitting} or less" if fitting else "lower --max-model-len"
+    if config.kv_cache_gib is not None and one_request <= free_bytes * _LARGEST_SHARE:
+        return f"{lower}, or raise --kv-cache-gib to {one_request / GIB:.3f}"
+    return f"{lower}, or free memory"
+
+
+def _system_available() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 2**62
+
+
+def _cgroup_available() -> int:
+    """What the control groups (version 2 or 1) still allow; page cache they could drop counts as free."""
+    least = 2**62
+    for base, limit_file, usage_file, stat_key, controller in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", ""),
+        (
+            "/sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+            "memory",
+        ),
+    ):
+        for folder in _cgroup_folders(base, controller):
+            # A group without a limit says "max" or has no such file.
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / limit_file).read_text())
+                usage = int((folder / usage_file).read_text())
+                least = min(least, max(0, limit - usage + _reclaimable(folder / "memory.stat", stat_key)))
+    return least
+
+
+def _cgroup_folders(base: str, controller: str) -> list[Path]:
+    """The process's own group and all above it, up to ``base``."""
+    inner = "/"
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                inner = path
+    own = Path(base + inner)
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(base)]
+
+
+def _reclaimable(stat: Path, key: str) -> int:
+    for line in stat.read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0

@@ -1,0 +1,103 @@
+"""``python -m headrace.replica``: one JSON line in, one JSON line out for each stage, then a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import EngineError, HeadraceError
+from headrace.replica.connections import bind
+from headrace.replica.spec import ReplicaSpec
+
+_PROGRESS_INTERVAL_S = 0.1
+
+
+def main() -> int:
+    """Returns the process's exit code."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    report = _Reporter()
+    line = _read_line(0)
+    try:
+        spec = ReplicaSpec.decode(line)
+        listener = bind(Path(spec.socket))
+        # Only now, as it imports torch: mistakes above are reported at once.
+        from headrace.engine.engine import Engine
+        from headrace.replica.process import ReplicaProcess
+
+        engine = Engine(spec.engine, Path(spec.folder), revision=spec.revision, progress=report.loading)
+    except HeadraceError as error:
+        report.error(error)
+        return error.exit_code
+    except Exception as error:
+        logging.getLogger("headrace.replica").exception("loading failed")
+        report.error(EngineError(f"loading failed: {type(error).__name__}: {error}"))
+        return 1
+    # What was loaded lives as long as the process: keep the garbage collector away from it.
+    gc.collect()
+    gc.freeze()
+    process = ReplicaProcess(spec, engine, listener)
+    process.listen()
+    report.ready()
+    process.run()
+    return 0
+
+
+class _Reporter:
+    """Writes stages to what was standard output; anything else that prints goes to standard error."""
+
+    def __init__(self) -> None:
+        self._fd = os.dup(1)
+        os.dup2(2, 1)
+        self._last = 0.0
+
+    def loading(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._last >= _PROGRESS_INTERVAL_S:
+            self._last = now
+            self._write({"event": "loading", "done": done, "total": total})
+
+    def ready(self) -> None:
+        self._write({"event": "ready"})
+        os.close(self._fd)
+
+    def error(self, error: HeadraceError) -> None:
+        self._write(
+            {
+                "event": "error",
+                "kind": type(error).__name__,
+                "message": error.message,
+                "hint": error.hint,
+                "param": error.param,
+                "code": error.code,
+            }
+        )
+
+    def _write(self, event: dict[str, Any]) -> None:
+        # If the parent is gone, standard input will say so.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+
+def _read_line(fd: int) -> bytes:
+    """The first line of ``fd``, read without taking more than it has."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            break
+        line += byte
+    return bytes(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The replica's single loop: drain the sockets, step the engine, send one message a step to each peer.
+
+    select ──► accept / receive ──► Engine.add, Engine.abort ──► Engine.step ──► Step to every peer
+      │ waits only when the engine has nothing to do                    (outputs to the one that asked)
+      └── also watches standard input (EOF: the parent is gone) and signals (SIGTERM: drain)
+
+Whatever a peer sends ends at worst that peer's connection; whatever the model throws ends at worst that
+step's requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import HeadraceError, InvalidRequestError, UnavailableError
+from headrace.core.messages import Abort, Drain, Failed, Health, Hello, Output, Probe, Step, Submit, ToReplica
+from headrace.core.request import Request
+from headrace.engine.engine import Engine, failed_message
+from headrace.replica.connections import Connection, ConnectionClosed
+from headrace.replica.spec import ReplicaSpec
+
+log = logging.getLogger("headrace.replica")
+
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024
+# A peer that drains too slowly cannot hold the process back for longer than this.
+LAST_WORDS_S = 5.0
+
+
+class ReplicaProcess:
+    """Serves one engine on a bound socket until it is drained or its parent is gone."""
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        engine: Engine,
+        listener: socket.socket,
+        *,
+        parent_fd: int | None = 0,
+        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+    ) -> None:
+        """``parent_fd`` is read until EOF, which ends the process; None: nobody to watch."""
+        self._spec = spec
+        self._engine = engine
+        self._listener = listener
+        self._parent_fd = parent_fd
+        self._max_backlog_bytes = max_backlog_bytes
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[Connection] = set()
+        self._owners: dict[str, Connection] = {}
+        self._rejected: dict[Connection, list[Failed]] = {}
+        self._draining = False
+        self._stop = False
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def listen(self) -> None:
+        """From here on peers can connect; they are greeted once ``run`` runs."""
+        self._listener.listen(128)
+
+    def run(self) -> None:
+        """Serves until drained or left alone; every peer has been told everything by then."""
+        for sock in (self._listener, self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._wake)
+        if self._parent_fd is not None:
+            os.set_blocking(self._parent_fd, False)
+            # A regular file, which a selector refuses, cannot tell that a parent went away.
+            with contextlib.suppress(PermissionError):
+                self._selector.register(self._parent_fd, selectors.EVENT_READ, self._read_parent)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            while not self._stop and not (self._draining and not self._engine.has_work):
+                self._turn()
+            self._say_last_words()
+        finally:
+            signal.set_wakeup_fd(-1)
+            self._close_all()
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(0 if self._engine.has_work else None):
+            key.data(events)
+        if self._engine.has_work and not self._stop:
+            self._step()
+        elif self._rejected:
+            self._publish([], [])
+
+    def _step(self) -> None:
+        result = self._engine.step()
+        for output in result.outputs:
+            if output.finish_reason is not None:
+                self._sample_ended(output.request_id, 1)
+        self._publish(result.outputs, result.failed)
+        for failed in result.failed:
+            self._forget(failed.request_id)
+        for output in result.outputs:
+            if output.finish_reason is not None and self._left(output.request_id) == 0:
+                self._forget(output.request_id)
+
+    def _publish(self, outputs: list[Output], failed: list[Failed]) -> None:
+        """One Step to each peer: its own outputs and failures, and everybody's stats and events."""
+        event_seq, events = self._engine.take_events()
+        stats = self._engine.stats()
+        rejected, self._rejected = self._rejected, {}
+        for connection in list(self._connections):
+            step = Step(
+                [output for output in outputs if self._owners.get(output.request_id) is connection],
+                [f for f in failed if self._owners.get(f.request_id) is connection]
+                + rejected.get(connection, []),
+                stats,
+                events,
+                event_seq,
+            )
+            self._send(connection, step)
+
+    def _submit(self, connection: Connection, request: Request) -> None:
+        try:
+            if self._draining:
+                raise UnavailableError("this replica is draining and takes no new requests")
+            if self._owners.get(request.request_id, connection) is not connection:
+                raise InvalidRequestError(
+                    f"request {request.request_id!r} is already running; ids must be unique",
+                    param="request_id",
+                )
+            samples = self._engine.add(request)
+        except HeadraceError as error:
+            failed = failed_message(request.request_id, error)
+            self._rejected.setdefault(connection, []).append(failed)
+            return
+        self._owners[request.request_id] = connection
+        # a rescue may bring the samples of one request one by one
+        left = connection.requests.get(request.request_id, 0)
+        connection.requests[request.request_id] = left + len(samples)
+
+    def _abort(self, connection: Connection, message: Abort) -> None:
+        if self._owners.get(message.request_id) is not connection:
+            return  # ended already, or somebody else's
+        self._sample_ended(message.request_id, self._engine.abort(message.request_id, message.sample_index))
+        if self._left(message.request_id) == 0:
+            self._forget(message.request_id)
+
+    def _sample_ended(self, request_id: str, count: int) -> None:
+        owner = self._owners.get(request_id)
+        if owner is not None:
+            owner.requests[request_id] -= count
+
+    def _left(self, request_id: str) -> int:
+        owner = self._owners.get(request_id)
+        return owner.requests[request_id] if owner is not None else -1
+
+    def _forget(self, request_id: str) -> None:
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            owner.requests.pop(request_id, None)
+
+    def _accept(self, _: int) -> None:
+        try:
+            sock, _address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors, or a peer that left in the queue: others go on.
+            log.warning("cannot accept a connection: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.01)
+            return
+        connection = Connection(sock, self._max_backlog_bytes)
+        self._connections.add(connection)
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda events: self._serve(connection, events)
+        )
+        self._send(
+            connection,
+            Hello(
+                replica_id=self._spec.replica_id,
+                pid=os.getpid(),
+                model=self._spec.model,
+                role="unified",
+                **self._engine.hello_fields,
+            ),
+        )
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        if connection not in self._connections:
+            return  # closed earlier in this turn
+        if events & selectors.EVENT_WRITE:
+            try:
+                connection.flush()
+            except ConnectionClosed as error:
+                self._close(connection, str(error))
+                return
+            self._watch(connection)
+        if events & selectors.EVENT_READ:
+            messages, ending = connection.receive()
+            for message in messages:
+                self._receive(connection, message)
+            if ending is not None:
+                self._close(connection, ending)
+
+    def _receive(self, connection: Connection, message: ToReplica) -> None:
+        if connection not in self._connections:
+            return  # cut off while its earlier messages were answered
+        if isinstance(message, Submit):
+            self._submit(connection, message.request)
+        elif isinstance(message, Abort):
+            self._abort(connection, message)
+        elif isinstance(message, Drain):
+            self._draining = True
+        elif isinstance(message, Probe):
+            self._send(connection, Health(message.nonce, self._draining, self._engine.stats()))
+
+    def _send(self, connection: Connection, message: Any) -> None:
+        try:
+            connection.send(message)
+        except ConnectionClosed as error:
+            self._close(connection, str(error))
+        else:
+            self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Asks for writability only while something waits to be written."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_backlog else 0)
+        key = self._selector.get_key(connection)
+        if key.events != wanted:
+            self._selector.modify(connection, wanted, key.data)
+
+    def _close(self, connection: Connection, reason: str) -> None:
+        """Ends a connection and aborts what it asked for, before the next step."""
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        self._rejected.pop(connection, None)
+        self._selector.unregister(connection)
+        connection.close()
+        aborted = list(connection.requests)
+        for request_id in aborted:
+            self._engine.abort(request_id)
+            self._owners.pop(request_id, None)
+        log.info("connection %s; %d requests aborted", reason, len(aborted))
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        # Only flags: this may run between any two bytecodes. A second Ctrl+C does not wait.
+        self._stop = self._stop or (self._draining and number == signal.SIGINT)
+        self._draining = True
+
+    def _wake(self, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_read.recv(4096)
+        log.info("signal received: finishing %d requests, taking no new ones", len(self._owners))
+
+    def _read_parent(self, _: int) -> None:
+        assert self._parent_fd is not None
+        try:
+            data = os.read(self._parent_fd, 4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            log.info("the parent is gone: exiting")
+            self._stop = True
+
+    def _say_last_words(self) -> None:
+        """Lets peers read what was written to them, for a bounded time."""
+        if self._rejected and not self._stop:
+            self._publish([], [])
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not self._stop and (waiting := [c for c in self._connections if c.has_backlog]):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                log.warning("%d connections did not read their last messages", len(waiting))
+                return
+            for key, events in self._selector.select(left):
+                if key.fileobj is not self._listener:
+                    key.data(events)
+
+    def _close_all(self) -> None:
+        for connection in list(self._connections):
+            self._close(connection, "ended with the process")
+        self._selector.close()
+        for sock in (self._listener, self._wake_read, self._wake_write):
+            sock.close()
+        Path(self._spec.socket).unlink(missing_ok=True)
