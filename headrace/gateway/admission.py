@@ -1,0 +1,50 @@
+"""Permits: how many requests may be inside at once."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.core.errors import InvalidRequestError, OverloadedError
+
+MAX_RETRY_AFTER_S = 60
+SMOOTHING = 0.1
+
+
+class Admission:
+    """Counts the requests inside, running or queued; the next one beyond the limit is refused at once."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_use = 0
+        self.num_refused = 0
+        self._mean_s = 0.0
+
+    def check(self, count: int) -> None:
+        """Raises InvalidRequestError for one request that could never get its ``count`` permits."""
+        if count > self.limit:
+            raise InvalidRequestError(
+                f"the request holds {count} prompts, at most {self.limit} are admitted at once",
+                hint="Send fewer prompts a request, or raise --max-concurrent-requests.",
+                param="prompt",
+            )
+
+    def take(self, count: int = 1) -> None:
+        """Takes ``count`` permits; OverloadedError (429) when fewer are free."""
+        if self.in_use + count > self.limit:
+            self.num_refused += 1
+            raise OverloadedError(
+                f"{self.in_use} requests are running or queued, at most {self.limit} are admitted",
+                retry_after=self._retry_after(),
+                hint="Try again later, or raise --max-concurrent-requests.",
+            )
+        self.in_use += count
+
+    def give(self, count: int, seconds: float) -> None:
+        """Gives permits back; ``seconds`` is how long they were held."""
+        self.in_use -= count
+        assert self.in_use >= 0
+        self._mean_s += SMOOTHING * (seconds - self._mean_s)
+
+    def _retry_after(self) -> int:
+        """Seconds until a permit is likely free: what is inside leaves at its usual pace."""
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._mean_s / self.limit)))
