@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +51,7 @@ class LayerKV:
         """Zeroed storage for ``num_blocks`` blocks (zeroed so that no padding read is ever NaN)."""
         v_dim = head_dim if v_head_dim is None else v_head_dim
         width = num_kv_heads * (head_dim + v_dim)
-        rows = torch.zeros(num_blocks * block_size, width, dtype=dtype, device=device)
+        rows = _zeros(num_blocks * block_size, width, dtype, torch.device(device))
         split = num_kv_heads * head_dim
         return cls(
             rows=rows,
@@ -78,3 +79,12 @@ class LayerKV:
     @property
     def nbytes(self) -> int:
         return self.rows.nbytes
+
+
+def _zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, on a CPU without touching the memory: numpy leaves it to the system to hand out zeroed pages
+    as they are first written, so that starting up costs nothing and an idle cache takes no memory."""
+    if device.type != "cpu":
+        return torch.zeros(num_rows, width, dtype=dtype, device=device)
+    raw = np.zeros(num_rows * width * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(num_rows, width)
