@@ -1,0 +1,1 @@
+"""Side-by-side runs of Headrace and its peers; `scripts/bench` is their front door."""

@@ -1,0 +1,1 @@
+"""Workloads, load generation, metrics and reports. Every figure carries its recipe."""
