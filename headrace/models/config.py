@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 QKNorm = Literal["none", "head", "projection"]
@@ -17,6 +17,24 @@ class KVSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+
+
+class ModelConfig(Protocol):
+    """What an engine needs to know of any model, whoever defines it.
+
+    ``max_position_embeddings`` is the longest sequence the model can be served with.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def kv_specs(self) -> list[KVSpec]: ...
 
 
 @dataclass(frozen=True)

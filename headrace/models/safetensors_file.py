@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ class SafetensorsFile:
         return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _is_counts(value: Any) -> bool:
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value
     )

@@ -42,6 +42,7 @@ class Checkpoint:
                 owners[name] = file
         self._owners = owners
         self._taken: set[str] = set()
+        self.taken_bytes = 0
         self.shapes = MappingProxyType({name: owners[name].entries[name].shape for name in owners})
 
     def __contains__(self, name: str) -> bool:
@@ -67,15 +68,18 @@ class Checkpoint:
         entry = file.entries[name]
         if entry.shape != shape:
             raise CorruptFileError(
-                f"{self.folder}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}",
+                f"{self.folder}: tensor {name} has shape {list(entry.shape)}, "
+                f"config.json asks for {list(shape)}",
                 hint="config.json and the weights do not belong together",
             )
         if entry.dtype not in _FLOATS:
             raise UnsupportedModelError(
-                f"{self.folder}: tensor {name} is stored as {entry.dtype}; float32, float16 or bfloat16 is needed",
+                f"{self.folder}: tensor {name} is stored as {entry.dtype}; "
+                "float32, float16 or bfloat16 is needed",
                 hint="use the original checkpoint with --quantization int8, or a GGUF file",
             )
         self._taken.add(name)
+        self.taken_bytes += entry.end - entry.begin
         return file.get(name)
 
     def copy(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -104,7 +108,7 @@ class Checkpoint:
             file.release()
 
     def finish(self, *, ignore_prefixes: tuple[str, ...] = (), ignore_suffixes: tuple[str, ...] = ()) -> None:
-        """Raises UnsupportedModelError when tensors were not taken: the model would be another without them."""
+        """Raises UnsupportedModelError when tensors were not taken: without them it is another model."""
         left = sorted(
             name
             for name in self._owners.keys() - self._taken
