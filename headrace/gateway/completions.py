@@ -19,7 +19,7 @@ from headrace.gateway.prompts import check_context, identities
 from headrace.gateway.sampling import include_usage, new_seed, sampling_params
 from headrace.gateway.schema import CompletionBody, TokenId
 from headrace.gateway.sse import event, json_text, json_value
-from headrace.text.stream import TextDelta, TokenText, describe_logprobs
+from headrace.text.stream import TextDelta, describe_prompt
 
 if TYPE_CHECKING:
     from headrace.gateway.exchange import Exchange
@@ -132,8 +132,7 @@ class CompletionShape:
             return b""
         logprobs = b"null"
         if delta.logprobs:
-            entries: list[TokenText | None] = list(delta.logprobs)
-            logprobs = json_value(completion_logprobs(entries, self._wanted or 0))
+            logprobs = json_value(completion_logprobs(delta.logprobs, self._wanted or 0))
         finish = b"null"
         if reason is not None:
             finish = b'"%b","stop_reason":%b' % (reason.encode(), json_value(sample.stop_reason))
@@ -173,17 +172,15 @@ class CompletionShape:
 
     def _choice(self, sample: Sample) -> dict[str, Any]:
         text = sample.text_stream.text
-        entries: list[TokenText | None] = list(sample.logprobs)
-        first_token = ""
+        entries = sample.logprobs
         if self._echo:
             token_ids, _, prompt_text = self._prompts[sample.index // self._n]
             if self._echo_only:
                 text, entries = "", []
             text = prompt_text + text
             if self._wanted is not None:
-                first_token = self._tokenizer.token_text(token_ids[0])
-                of_prompt = describe_logprobs(self._tokenizer, sample.prompt_logprobs or [])
-                entries = of_prompt + entries
+                of_prompt = sample.prompt_logprobs or [None] * len(token_ids)
+                entries = describe_prompt(self._tokenizer, token_ids, of_prompt) + entries
         choice: dict[str, Any] = {
             "index": sample.index,
             "text": text,
@@ -192,7 +189,7 @@ class CompletionShape:
             "stop_reason": None if self._echo_only else sample.stop_reason,
         }
         if self._wanted is not None:
-            choice["logprobs"] = completion_logprobs(entries, self._wanted, first_token)
+            choice["logprobs"] = completion_logprobs(entries, self._wanted)
         if self._show_prompt_logprobs and sample.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, sample.prompt_logprobs)
         return choice

@@ -31,27 +31,23 @@ def chat_logprobs(entries: list[TokenText]) -> list[dict[str, Any]]:
     ]
 
 
-def completion_logprobs(
-    entries: list[TokenText | None], wanted: int, first_token: str = ""
-) -> dict[str, Any]:
-    """``choices[].logprobs`` of a completion; None stands for the first token of an echoed prompt."""
+def completion_logprobs(entries: list[TokenText], wanted: int) -> dict[str, Any]:
+    """``choices[].logprobs`` of a completion; an echoed prompt's first token has none."""
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for entry in entries:
-        if entry is None:
-            tokens.append(first_token)
+        tokens.append(entry.token)
+        offsets.append(entry.text_offset)
+        if entry.logprob is None:
             token_logprobs.append(None)
             top_logprobs.append(None)
-            offsets.append(0)
             continue
-        tokens.append(entry.token)
         token_logprobs.append(finite(entry.logprob))
         best = {top.token: finite(top.logprob) for top in entry.top[:wanted]}
         best.setdefault(entry.token, finite(entry.logprob))
         top_logprobs.append(best)
-        offsets.append(entry.text_offset)
     return {
         "tokens": tokens,
         "token_logprobs": token_logprobs,
@@ -77,9 +73,9 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs | None]) -
     return result
 
 
-def finite(logprob: float) -> float:
+def finite(logprob: float | None) -> float:
     """A log-probability that JSON can say."""
-    return logprob if math.isfinite(logprob) else LOWEST
+    return logprob if logprob is not None and math.isfinite(logprob) else LOWEST
 
 
 def _described(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from headrace.core.errors import EngineError, UnavailableError
 from headrace.core.messages import (
@@ -255,8 +256,7 @@ class _Link(asyncio.Protocol):
         self._reason: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
         if self._reason is not None:
