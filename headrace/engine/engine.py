@@ -6,10 +6,12 @@ add ─► Scheduler ─► schedule ─► ModelRunner ─► sampled tokens �
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +110,7 @@ class Engine:
             self.runner.warm_up()
         self._pending_ops: OpTable | None = None
         self._num_steps = 0
-        self._num_unseeded = 0
+        self._seeds = _seeds(config.seed)
         self.hello_fields: dict[str, Any] = {
             "model_revision": revision,
             "device": _describe(self.device, self.num_threads),
@@ -147,11 +149,8 @@ class Engine:
                 f"token ids must be below the vocabulary's {self.vocab_size}, got {highest}", param="prompt"
             )
         if request.sampling.seed is None:
-            seed = (self.config.seed + _SEED_STEP * self._num_unseeded) % 2**63
-            self._num_unseeded += 1
-            request = msgspec.structs.replace(
-                request, sampling=msgspec.structs.replace(request.sampling, seed=seed)
-            )
+            sampling = msgspec.structs.replace(request.sampling, seed=next(self._seeds))
+            request = msgspec.structs.replace(request, sampling=sampling)
         return self.scheduler.add(request)
 
     def abort(self, request_id: str, sample_index: int | None = None) -> int:
@@ -256,6 +255,12 @@ def failed_message(request_id: str, error: HeadraceError) -> Failed:
     """An error as it travels to the gateway."""
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     return Failed(request_id, error.status, error.kind, message, error.param, error.code)
+
+
+def _seeds(seed: int | None) -> Iterator[int]:
+    """Seeds for requests that bring none: drawn by the system, or a fixed row that begins at ``seed``."""
+    for count in itertools.count():
+        yield secrets.randbits(63) if seed is None else (seed + _SEED_STEP * count) % 2**63
 
 
 def _device(asked: str) -> torch.device:

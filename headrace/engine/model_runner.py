@@ -18,7 +18,7 @@ from headrace.engine.sampler import SampledBatch, Sampler
 from headrace.engine.scheduler import Entry, Schedule
 from headrace.kernels.batch import AttentionBatch, BatchEntry
 from headrace.kernels.cache import LayerKV
-from headrace.models.load import CausalLM
+from headrace.models.causal_lm import CausalLM
 
 # Logits are made for so many bytes' worth of rows at a time: a large vocabulary must not cost gigabytes.
 _SAMPLE_LOGITS_BYTES = 256 * 1024**2

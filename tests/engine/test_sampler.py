@@ -106,7 +106,9 @@ def test_a_row_alone_and_in_company_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"top_k": 30}, {"top_p": 0.9}, {"top_p": 0.98, "temperature": 9.0}, {"min_p": 0.1}], ids=str
+    "params",
+    [{}, {"top_k": 30}, {"top_p": 0.9}, {"top_p": 0.98, "temperature": 9.0}, {"min_p": 0.1}],
+    ids=str,
 )
 def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     """Pearson's chi-squared over 5,000 draws with fixed seeds."""
@@ -147,7 +149,9 @@ def test_tied_logits_stay_in_together() -> None:
     logits = torch.full((1, 2000), -50.0)
     logits[0, 10:1510] = 1.0  # tied beyond the first candidates
     tokens = [
-        Sampler(EOS).sample(logits.clone(), [make_sequence([1], [], seed=seed, top_k=4, top_p=0.5)]).token_ids[0]
+        Sampler(EOS)
+        .sample(logits.clone(), [make_sequence([1], [], seed=seed, top_k=4, top_p=0.5)])
+        .token_ids[0]
         for seed in range(300)
     ]
     assert 10 <= min(tokens) < 60 and 1460 < max(tokens) < 1510
@@ -174,7 +178,10 @@ def test_a_row_without_an_allowed_token_is_invalid() -> None:
 def test_greedy_ties_go_to_the_first_token() -> None:
     logits = torch.zeros(2, 40)
     logits[:, [11, 12, 30]] = 4.0
-    rows = [make_sequence([1], [], temperature=0.0), make_sequence([1], [], temperature=0.0, logit_bias={3: 1.0})]
+    rows = [
+        make_sequence([1], [], temperature=0.0),
+        make_sequence([1], [], temperature=0.0, logit_bias={3: 1.0}),
+    ]
     assert Sampler(EOS).sample(logits, rows).token_ids == [11, 11]
 
 
