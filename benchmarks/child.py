@@ -51,16 +51,6 @@ class ProcessTree:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def set_priority(self, nice: int) -> None:
-        """Gives every thread this niceness, within its session and between sessions; below 0 needs root."""
-        for member in process_tree(self.pid):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                autogroup = Path(f"/proc/{member}/autogroup")
-                if autogroup.exists():
-                    autogroup.write_text(str(nice))
-                for thread in Path(f"/proc/{member}/task").iterdir():
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
-
     def peak_memory(self) -> int:
         """Sum over the tree of each process's highest resident set, in bytes."""
         return sum(map(_highest_resident_set, process_tree(self.pid)))

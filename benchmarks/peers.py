@@ -75,7 +75,9 @@ def _requirements(wheel: Path) -> list[str]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         # "2.13.0+cpu" names a build that only some indexes serve under that name
-        wanted.append(f"{requirement.name}{_extras(requirement.extras)}{requirement.specifier}".replace("+cpu", ""))
+        wanted.append(
+            f"{requirement.name}{_extras(requirement.extras)}{requirement.specifier}".replace("+cpu", "")
+        )
     return wanted + _VLLM_PINS
 
 
@@ -125,7 +127,9 @@ def install_llama(jobs: int = 1) -> None:
         "LLAMA_BUILD_EXAMPLES": "OFF",
         "LLAMA_BUILD_APP": "OFF",
     }
-    _run(["cmake", "-S", str(tree), "-B", str(build), *(f"-D{key}={value}" for key, value in options.items())])
+    _run(
+        ["cmake", "-S", str(tree), "-B", str(build), *(f"-D{key}={value}" for key, value in options.items())]
+    )
     _run(["cmake", "--build", str(build), "-j", str(jobs), "--target", *LLAMA_TARGETS])
     binaries = folder / "bin"
     binaries.mkdir(exist_ok=True)

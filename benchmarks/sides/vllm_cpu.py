@@ -1,6 +1,6 @@
 """vLLM on CPU behind the side protocol; runs with vLLM's own interpreter.
 
-    python -m benchmarks.sides.vllm_cpu FOLDER eager|compiled MAX_MODEL_LEN
+python -m benchmarks.sides.vllm_cpu FOLDER eager|compiled MAX_MODEL_LEN
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Latency of served requests, under the names and in the order that vLLM's users parse.
 
-    sent            first text     …    last text
-    │◄──── TTFT ────►│◄─ ITL ─►│ … │◄─ ITL ─►│
-    │◄───────────────── E2EL ────────────────►│      TPOT = (E2EL - TTFT) / (output tokens - 1)
+sent            first text     …    last text
+│◄──── TTFT ────►│◄─ ITL ─►│ … │◄─ ITL ─►│
+│◄───────────────── E2EL ────────────────►│      TPOT = (E2EL - TTFT) / (output tokens - 1)
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def latency_summaries(traces: Sequence[RequestTrace]) -> dict[str, Summary]:
 
 def output_throughput(traces: Sequence[RequestTrace]) -> float:
     """Output tokens per second from the first request's sending to the last one's end."""
-    good = [trace for trace in traces if trace.error is None and trace.text_times]
+    good = [trace for trace in traces if trace.error is None]
     if not good:
         return math.nan
-    span = max(trace.text_times[-1] for trace in good) - min(trace.sent for trace in good)
+    span = max(trace.finished for trace in good) - min(trace.sent for trace in good)
     return sum(trace.output_tokens for trace in good) / span if span > 0 else math.nan
 
 
@@ -117,8 +117,5 @@ def goodput(
     traces: Sequence[RequestTrace], seconds: float, *, ttft: float = math.inf, tpot: float = math.inf
 ) -> float:
     """Requests per second over ``seconds`` that ended well with both at most as given (seconds)."""
-    met = sum(
-        trace.error is None and trace.ttft <= ttft and not trace.tpot > tpot
-        for trace in traces
-    )
+    met = sum(trace.error is None and trace.ttft <= ttft and not trace.tpot > tpot for trace in traces)
     return met / seconds

