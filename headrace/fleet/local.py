@@ -124,7 +124,7 @@ class LocalReplica:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # Ctrl+C belongs to the parent, which then drains the children one by one.
-            process_group=0,
+            start_new_session=True,
         )
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(self.spec) + b"\n")
