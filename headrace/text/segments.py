@@ -45,7 +45,10 @@ class SegmentCache:
         self._left = {token.content for _, token in self._added if token.lstrip}
         self._right = {token.content for _, token in self._added if token.rstrip}
         self.specials = [token.content for _, token in self._added if token.special and token.content]
-        self._special_pattern = literal_pattern(self.specials)
+        # Through the normalizer, a special token can appear out of text that does not spell it.
+        self.guards_always = tokenizer.normalizer is not None and any(
+            token.special and token.normalized for _, token in self._added
+        )
         self._inner_pre_tokenizer = _without_first(pre_tokenizer)
         self._encoders: dict[tuple[bool, bool], tokenizers.Tokenizer] = {(False, False): tokenizer}
         self._encoders_lock = Lock()
@@ -55,7 +58,10 @@ class SegmentCache:
         self.nbytes = 0
         self.hits = 0
         self.misses = 0
-        self._boundaries = literal_pattern(_safe_boundaries([token for _, token in self._added]))
+        cuts = _safe_boundaries([token for _, token in self._added])
+        self.special_pattern = literal_pattern(self.specials)
+        same = set(cuts) == set(self.specials)
+        self._boundaries = self.special_pattern if same else literal_pattern(cuts)
         if self._boundaries is not None and not self._probe():
             self._boundaries = None
         self.clear()
@@ -64,13 +70,6 @@ class SegmentCache:
     def splits(self) -> bool:
         """Whether texts are cut at special tokens; if not, only whole texts are cached."""
         return self._boundaries is not None
-
-    @property
-    def guards_always(self) -> bool:
-        """Whether a special token can appear out of other text (through the normalizer)."""
-        return self._tokenizer.normalizer is not None and any(
-            token.special and token.normalized for _, token in self._added
-        )
 
     def encode(self, text: str, guard: str | None = None) -> array[int]:
         """Ids of ``text``, special tokens parsed, none added.
@@ -104,7 +103,7 @@ class SegmentCache:
 
     def _split(self, text: str, guard: str | None) -> Iterator[bytes | Key]:
         """Packed ids of boundary tokens and keys of the pieces between them, in order."""
-        pattern = self._boundaries if guard is None else self._special_pattern
+        pattern = self._boundaries if guard is None else self.special_pattern
         parts = pattern.split(text) if pattern is not None and text else [text]
         inner_differs = self._inner_pre_tokenizer is not None
         left, right = self._left, self._right

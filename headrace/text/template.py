@@ -7,6 +7,7 @@ again and encodes that text as text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,8 +27,8 @@ MAX_TEMPLATE_CHARACTERS = 1 << 20
 class ChatTemplate:
     """One template, ready to render. Thread-safe; ``render`` may block for up to ``timeout`` seconds.
 
-    ``variables`` are always there (bos_token and the like); ``specials`` the texts of special tokens;
-    ``origin`` is where the template comes from, for errors; ``given`` says that a user chose it. Raises
+    ``variables`` are always there (bos_token and the like); ``specials`` the texts of special tokens, and
+    ``special_pattern`` finds them; ``origin`` is where the template comes from, for errors; ``given`` says that a user chose it. Raises
     UsageError (``given``) or CorruptFileError when it is not a template.
     """
 
@@ -37,14 +38,18 @@ class ChatTemplate:
         *,
         variables: Mapping[str, Any],
         specials: list[str],
+        special_pattern: re.Pattern[str] | None = None,
         origin: str,
         timeout: float,
         given: bool = False,
     ) -> None:
         self.source = source
         self._variables = dict(variables)
-        self._special_pattern = literal_pattern([text for text in specials if len(text) > 1])
-        self._prefix_ends = PrefixEnds([text for text in specials if len(text) > 1])
+        # A mark goes inside a token, so a token of one character cannot be marked.
+        markable = [text for text in specials if len(text) > 1]
+        shared = special_pattern is not None and len(markable) == len(specials)
+        self._special_pattern = special_pattern if shared else literal_pattern(markable)
+        self._prefix_ends = PrefixEnds(markable)
         self._timeout = timeout
         self._inline: InlineTemplate | None = None
         self._process: TemplateProcess | None = None
@@ -210,10 +215,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _unused(text: str) -> str:
     """A private-use character that ``text`` holds neither as itself nor escaped."""
-    present = set(text)
-    escapes = "\\u" in text
+    escapes = text.lower() if "\\u" in text else ""
     for code in _GUARDS:
-        if chr(code) not in present and not (escapes and f"\\u{code:04x}" in text.lower()):
+        if chr(code) not in text and f"\\u{code:04x}" not in escapes:
             return chr(code)
     raise InvalidRequestError("the messages use every private-use character", param="messages")
 

@@ -101,6 +101,7 @@ class Tokenizer:
                 source,
                 variables=tokenizer.named_tokens,
                 specials=tokenizer.segments.specials,
+                special_pattern=tokenizer.segments.special_pattern,
                 origin=origin,
                 timeout=template_timeout_s,
                 given=chat_template is not None,
