@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     bench.add_arguments(parser)
     arguments = parser.parse_args(rest)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     try:
         report, footer = bench.run(arguments, " ".join(["scripts/bench", *argv]))
     except HeadraceError as error:

@@ -25,13 +25,16 @@ class ChildError(Exception):
 class ProcessTree:
     """One process that we started, and its descendants."""
 
-    def __init__(self, command: list[str], *, environment: dict[str, str], log: Path, piped: bool) -> None:
+    def __init__(
+        self, command: list[str], *, environment: dict[str, str], log: Path, piped: bool, nice: int
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._nice = nice
         self._log_path = log
         self.spawned_at = time.perf_counter()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                command,
+                niced(command, nice),
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
@@ -49,6 +52,11 @@ class ProcessTree:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Lets it go on, each of its sessions at the niceness it was started with."""
+        if self._nice:
+            for member in process_tree(self.pid):
+                with contextlib.suppress(OSError):
+                    Path(f"/proc/{member}/autogroup").write_text(str(self._nice))
         self._signal(signal.SIGCONT)
 
     def peak_memory(self) -> int:
@@ -90,8 +98,16 @@ class ProcessTree:
 class Child(ProcessTree):
     """A side behind ``sides.protocol``. ``spawn_seconds``: from the spawn until it said it was ready."""
 
-    def __init__(self, command: list[str], *, environment: dict[str, str], log: Path, timeout: float) -> None:
-        super().__init__(command, environment=environment, log=log, piped=True)
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        environment: dict[str, str],
+        log: Path,
+        timeout: float,
+        nice: int = 0,
+    ) -> None:
+        super().__init__(command, environment=environment, log=log, piped=True, nice=nice)
         self._buffer = b""
         try:
             self.ready = self._read(timeout)
@@ -149,8 +165,9 @@ class Server(ProcessTree):
         log: Path,
         timeout: float,
         ready_path: str = "/health",
+        nice: int = 0,
     ) -> None:
-        super().__init__(command, environment=environment, log=log, piped=False)
+        super().__init__(command, environment=environment, log=log, piped=False, nice=nice)
         self.url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + timeout
         try:
@@ -164,6 +181,12 @@ class Server(ProcessTree):
             self.close()
             raise
         self.spawn_seconds = time.perf_counter() - self.spawned_at
+
+
+def niced(command: list[str], nice: int) -> list[str]:
+    """``command`` at that niceness, within its session and (Linux's autogroups) between sessions."""
+    script = 'echo "$0" > /proc/self/autogroup 2>/dev/null; exec nice -n "$0" "$@"'
+    return ["sh", "-c", script, str(nice), *command] if nice else command
 
 
 def free_port() -> int:

@@ -21,13 +21,13 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.bf16_gguf import bf16_copy
-from benchmarks.child import Child, ChildError, Server, free_port
+from benchmarks.child import Child, ChildError, Server, free_port, niced
 from headrace.bench.workload import token_prompts
 
 SIDES = ("headrace", "transformers", "vllm-eager", "vllm-compiled", "llama-bf16", "llama-file")
 MAX_MODEL_LEN = 4096
 DECODE_PROMPT = 16
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 600.0
 SERVED_NAME = "bench"
 
 
@@ -105,7 +105,7 @@ class ChildContender(Contender):
         log = peers.cache_root() / "bench" / "logs" / f"{model.name}-{side}.log"
         command = _child_command(side, model, threads)
         self._child = Child(
-            niced(command, nice), environment=environment(threads), log=log, timeout=START_TIMEOUT_S
+            command, environment=environment(threads), log=log, timeout=START_TIMEOUT_S, nice=nice
         )
         self.spawn_seconds = self._child.spawn_seconds
         self.weights_seconds = self._child.ready["weights_seconds"]
@@ -214,8 +214,9 @@ def start_server(side: str, model: Model, *, threads: int, nice: int) -> Server:
     else:
         raise NotInstalled(f"{side} has no server of its own")
     return Server(
-        niced(command, nice),
+        command,
         port=port,
+        nice=nice,
         environment=environment(threads, in_process=False),
         log=log,
         timeout=START_TIMEOUT_S,
@@ -249,12 +250,6 @@ def _child_command(side: str, model: Model, threads: int) -> list[str]:
         return [sys.executable, "-m", "benchmarks.sides.transformers_eager", folder]
     mode = side.removeprefix("vllm-")
     return [str(_vllm()), "-m", "benchmarks.sides.vllm_cpu", folder, mode, str(MAX_MODEL_LEN)]
-
-
-def niced(command: list[str], nice: int) -> list[str]:
-    """``command`` at that niceness, within its session and (Linux's autogroups) between sessions."""
-    script = 'echo "$0" > /proc/self/autogroup 2>/dev/null; exec nice -n "$0" "$@"'
-    return ["sh", "-c", script, str(nice), *command] if nice else command
 
 
 def _vllm() -> Path:

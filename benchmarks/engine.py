@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import ChildError, Server
+from benchmarks.child import ChildError, Server, niced
 from benchmarks.contenders import (
     SCENARIOS,
     SERVED_NAME,
@@ -27,7 +27,6 @@ from benchmarks.contenders import (
     Model,
     NotInstalled,
     environment,
-    niced,
     start,
     start_server,
 )
