@@ -102,8 +102,6 @@ class Scheduler:
         self.counters = Counters()
         self._root = root
         self._eos_token_ids = frozenset(eos_token_ids)
-        # With no more sequences than tokens in a step, each of them can advance in each step.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._arrivals = 0
         self._running: list[Sequence] = []  # by arrival
         self._waiting: deque[Sequence] = deque()  # by arrival
@@ -202,7 +200,8 @@ class Scheduler:
         chunks: list[Entry] = []
         for sequence in prefills:
             budget = self._take(sequence, budget, ones, chunks)
-        while budget and self._waiting and not preempted and len(running) < self._max_running:
+        # Who runs has its token by now, so no more run than a step has tokens, and all advance in each.
+        while budget and self._waiting and not preempted and len(running) < self.config.max_num_seqs:
             if not self._admit(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
@@ -259,7 +258,8 @@ class Scheduler:
         registered = [s for samples in self._sequences.values() for s in samples.values()]
         assert len({id(s) for s in everything}) == len(everything), "a sequence is in two lists"
         assert {id(s) for s in everything} == {id(s) for s in registered}, "a sequence is lost"
-        assert len(running) <= self._max_running, "too many sequences run"
+        limit = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        assert len(running) <= limit, "more sequences run than can advance in each step"
         for line in (running, waiting):
             assert [s.arrival for s in line] == sorted(s.arrival for s in line), "out of order"
         assert all(s.status is SequenceStatus.RUNNING for s in running)
@@ -384,7 +384,7 @@ class Scheduler:
         sequence = self._running.pop()
         self.block_pool.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed_tokens = sequence.num_registered_blocks = 0
+        sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.PREEMPTED
         self.counters.num_preemptions += 1

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.core.errors import ContextLengthError, InvalidRequestError
 from headrace.core.identity import block_identities
+from headrace.core.messages import BlocksStored
 from headrace.core.request import pack_tokens
 from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
 from headrace.engine.sequence import SequenceStatus
@@ -247,6 +248,22 @@ def test_identities_that_cannot_belong_to_the_prompt_are_refused(size: int) -> N
     assert not scheduler.has_work
 
 
+def test_events_tell_each_chain_in_order() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    (sequence,) = scheduler.add(make_request("a", distinct(11), max_tokens=7))
+    events = []
+    for _ in range(9):
+        step(scheduler)
+        events += scheduler.block_pool.take_events()[1]
+    chain = block_identities(ROOT, sequence.tokens, 4)
+    assert sequence.finish_reason == "length" and len(chain) == 4
+    assert events == [
+        BlocksStored(block_ids=chain[:2], parent=ROOT),
+        BlocksStored(block_ids=chain[2:3], parent=chain[1]),
+        BlocksStored(block_ids=chain[3:], parent=chain[2]),
+    ]
+
+
 # Preemption
 
 
@@ -291,12 +308,25 @@ def test_preempted_sequence_is_first_in_line_and_hits_its_own_blocks() -> None:
 
 def test_admission_leaves_room_for_the_next_tokens_of_who_runs() -> None:
     scheduler = make_scheduler(num_blocks=6, max_model_len=24)
-    scheduler.add(make_request("a", distinct(12), max_tokens=12))
+    scheduler.add(make_request("a", distinct(11), max_tokens=12))
     step(scheduler)
     scheduler.add(make_request("b", distinct(12, 100), max_tokens=2))
     for _ in range(20):
         assert not step(scheduler).preempted
     assert not scheduler.has_work
+
+
+def test_head_of_the_line_enters_when_enough_blocks_come_free() -> None:
+    scheduler = make_scheduler(num_blocks=10, max_model_len=40)
+    scheduler.add(make_request("a", distinct(8), max_tokens=20))
+    scheduler.add(make_request("b", distinct(8, 100), max_tokens=20))
+    step(scheduler)
+    (third,) = scheduler.add(make_request("c", distinct(20, 200)))
+    step(scheduler)
+    assert third.status is SequenceStatus.WAITING
+    scheduler.abort("b")
+    assert ("c", 20, True) in shape(step(scheduler))
+    finish(scheduler)
 
 
 # Stop rules
