@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from headrace import __version__
+from headrace.core.version import __version__
 
 PACKAGES = (
     "torch",

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from headrace import __version__
 from headrace.cli import chat, collect_env, run, serve
 from headrace.core.errors import HeadraceError
+from headrace.core.version import __version__
 
 Command = Callable[[argparse.Namespace], int]
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace import __version__
 from headrace.cli.config_file import FileValue, read_config_file
 from headrace.cli.console import Printer, gib, set_up_logging
 from headrace.cli.flags import add_flags, check_names, load_config, non_defaults
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig
 from headrace.core.messages import Hello, Stats
+from headrace.core.version import __version__
 
 if TYPE_CHECKING:
     from headrace.router.replica_client import ReplicaClient

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
