@@ -29,7 +29,7 @@ from headrace.core.errors import StartupError
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all; often, from the caller's thread."""
 
-_PIECE_BYTES = 1 << 24
+_PIECE_BYTES = 1 << 22
 
 
 def cache_folder() -> Path:
@@ -117,10 +117,11 @@ def file_digest(path: Path, progress: Progress = no_progress) -> str:
         return str(known["sha256"])
     digest = hashlib.sha256()
     done = 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            done += len(piece)
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(buffer):
+            digest.update(buffer[:length])
+            done += length
             progress(f"reading {path.name}", done, stat.st_size)
     with contextlib.suppress(OSError):  # forgetting it only costs time
         memo.parent.mkdir(parents=True, exist_ok=True)

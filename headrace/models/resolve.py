@@ -59,13 +59,17 @@ def resolve_model(name: str, *, dtype: str = "bfloat16", progress: Progress | No
             folder = converted_folder(package_file(short, progress), dtype=dtype, progress=progress)
         return ResolvedModel(short.name, folder, folder.name, short.source)
     path = Path(name).expanduser()
+    if not name.strip():
+        raise _not_found(name, path)
     if path.is_dir():
         return _from_folder(name, path, dtype, progress)
     if path.is_file():
         return _from_gguf(name, path, dtype, progress)
     if _HUB_ID.fullmatch(name) and not name.startswith(".") and path.suffix != ".gguf":
         folder = fetch_snapshot(name, progress)
-        return ResolvedModel(name, folder, check_folder(folder), f"Hugging Face hub, commit {folder.name[:12]}")
+        return ResolvedModel(
+            name, folder, check_folder(folder), f"Hugging Face hub, commit {folder.name[:12]}"
+        )
     raise _not_found(name, path)
 
 
@@ -90,7 +94,11 @@ def _from_gguf(name: str, path: Path, dtype: str, progress: Progress) -> Resolve
 def _from_folder(name: str, path: Path, dtype: str, progress: Progress) -> ResolvedModel:
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
-        whole = [file for file in files if not re.search(r"-\d{5}-of-\d{5}$", file.stem) or "-00001-of-" in file.name]
+        whole = [
+            file
+            for file in files
+            if not re.search(r"-\d{5}-of-\d{5}$", file.stem) or "-00001-of-" in file.name
+        ]
         if len(whole) == 1:
             return _from_gguf(name, whole[0], dtype, progress)
         if whole:

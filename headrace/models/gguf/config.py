@@ -30,10 +30,7 @@ _POST_NORM = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA = (
-    _ATTENTION
-    | _MLP
-    | _POST_NORM
-    | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+    _ATTENTION | _MLP | _POST_NORM | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 )
 _PHI3 = _PRE_NORM | {
     "attn_qkv": "self_attn.qkv_proj",

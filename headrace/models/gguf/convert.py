@@ -1,9 +1,9 @@
 """A GGUF file made into a model folder that our loader, Transformers and vLLM read, once, on disk.
 
-    converted/<sha256 of the file>-<dtype>-v<CONVERTER_VERSION>/
-        config.json  model.safetensors  generation_config.json
-        tokenizer.json  tokenizer_config.json  chat_template.jinja
-        headrace.json        what it was made of; the folder counts only when sizes match it
+converted/<sha256 of the file>-<dtype>-v<CONVERTER_VERSION>/
+    config.json  model.safetensors  generation_config.json
+    tokenizer.json  tokenizer_config.json  chat_template.jinja
+    headrace.json        what it was made of; the folder counts only when sizes match it
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.core.errors import CorruptFileError, StartupError
+from headrace.core.errors import CorruptFileError, ModelNotFoundError, StartupError
 from headrace.models.cache import (
     Progress,
     cache_folder,
@@ -55,22 +55,25 @@ def converted_folder(path: Path, *, dtype: str, progress: Progress = no_progress
 
 def gguf_digest(path: Path, progress: Progress = no_progress) -> str:
     """SHA-256 that names a GGUF file, or all shards of a split one together."""
-    read_gguf_size(path)
-    digests = [file_digest(shard, progress) for shard in shard_paths(path)]
+    shards = shard_paths(path)
+    for shard in shards:
+        _check_start(shard)
+    digests = [file_digest(shard, progress) for shard in shards]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def read_gguf_size(path: Path) -> int:
-    """Bytes of the file or of all its shards; raises CorruptFileError when it does not start as GGUF does."""
-    for shard in shard_paths(path):
-        with shard.open("rb") as file:
+def _check_start(path: Path) -> None:
+    """Tells a missing or wrong file before anything hashes gigabytes of it."""
+    try:
+        with path.open("rb") as file:
             start = file.read(4)
-        if start != b"GGUF":
-            raise CorruptFileError(
-                f"{shard}: a GGUF file starts with b'GGUF', this with {start!r}",
-                hint="The file is damaged, half downloaded, or something else: fetch it again.",
-            )
-    return sum(shard.stat().st_size for shard in shard_paths(path))
+    except OSError as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+    if start != b"GGUF":
+        raise CorruptFileError(
+            f"{path}: a GGUF file starts with b'GGUF', this with {start!r}",
+            hint="The file is damaged, half downloaded, or something else: fetch it again.",
+        )
 
 
 def folder_for_digest(digest: str, dtype: str) -> Path | None:
@@ -201,9 +204,7 @@ def _row_ranges(source: WeightSource) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, num_rows)
 
 
-def _write_rows(
-    descriptor: int, source: WeightSource, start: int, rows: tuple[int, int], dtype: str
-) -> int:
+def _write_rows(descriptor: int, source: WeightSource, start: int, rows: tuple[int, int], dtype: str) -> int:
     """Converts one range of rows and writes it to its place; the number of bytes written."""
     tensor = source.tensor
     blocks = tensor.rows[rows[0] : rows[1]]
@@ -218,7 +219,7 @@ def _write_rows(
     values = dequantize(blocks.reshape(-1), tensor.type)
     if source.minus_one:
         values -= np.float32(1)
-    payload = memoryview(to_bfloat16(values) if dtype == "bfloat16" else values).cast("B")
+    payload = (to_bfloat16(values).data if dtype == "bfloat16" else values.data).cast("B")
     offset = start + rows[0] * tensor.shape[-1] * _ITEM_BYTES[dtype]
     written = 0
     while written < len(payload):

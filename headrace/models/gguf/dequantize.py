@@ -167,9 +167,7 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
         quants[:, :, i] |= ((high >> np.uint8(2 * i)) & np.uint8(3)) << np.uint8(4)
     signed = quants.view(np.int8)
     signed -= np.int8(32)
-    np.multiply(
-        scale[:, :, None], signed.reshape(-1, 16, 16), out=out.reshape(-1, 16, 16), dtype=np.float32
-    )
+    np.multiply(scale[:, :, None], signed.reshape(-1, 16, 16), out=out.reshape(-1, 16, 16), dtype=np.float32)
 
 
 _DECODERS: dict[TensorType, Callable[[Any, Any], None]] = {

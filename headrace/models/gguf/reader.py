@@ -136,7 +136,9 @@ class GGUFFile:
     def string(self, key: str) -> str:
         value = self.metadata.get(key)
         if not isinstance(value, str):
-            raise CorruptFileError(f"{self.path}: metadata needs the string {key}, there is {describe(value)}")
+            raise CorruptFileError(
+                f"{self.path}: metadata needs the string {key}, there is {describe(value)}"
+            )
         return value
 
 
@@ -353,7 +355,11 @@ class _Parser:
         self, infos: list[tuple[str, tuple[int, ...], TensorType, int]], metadata: dict[str, Any]
     ) -> dict[str, Tensor]:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        if (
+            not isinstance(alignment, int)
+            or not 1 <= alignment <= MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
             self.fail(f"general.alignment must be a power of two up to {MAX_ALIGNMENT}, is {alignment!r}")
         start = -(-self.position // alignment) * alignment
         available = max(self.size - start, 0)
@@ -366,7 +372,9 @@ class _Parser:
             if offset % alignment:
                 self.fail(f"tensor {name} starts at {offset}, not a multiple of {alignment}")
             if offset + num_bytes > available:
-                self.fail(f"tensor {name} needs bytes {offset} to {offset + num_bytes}, there are {available}")
+                self.fail(
+                    f"tensor {name} needs bytes {offset} to {offset + num_bytes}, there are {available}"
+                )
             spans.append((offset, offset + num_bytes, name))
             data = np.frombuffer(self.map, np.uint8, num_bytes, start + offset)
             tensors[name] = Tensor(name, kind, shape, data)

@@ -89,6 +89,7 @@ _END_OF_TURN = frozenset(
         "<|return|>", "<eos>", "</s>", "<EOT>", "_<EOT>", "<|EOT|>",
     }
 )  # fmt: skip
+_PHI3_KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 _ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 
 
@@ -176,9 +177,7 @@ class _Vocabulary:
         if values is None:
             return None
         if not isinstance(values, np.ndarray) or len(values) != len(self.tokens):
-            self.corrupt(
-                f"tokenizer.ggml.{key} must hold {len(self.tokens)} numbers, is {describe(values)}"
-            )
+            self.corrupt(f"tokenizer.ggml.{key} must hold {len(self.tokens)} numbers, is {describe(values)}")
         return values.astype(dtype)
 
     def role(self, key: str) -> int | None:
@@ -201,14 +200,18 @@ class _Vocabulary:
     def added_tokens(self) -> list[dict[str, Any]]:
         """Tokens that are matched whole before anything else: controls, and what the model's makers added."""
         special = {*self.of_types(TokenType.CONTROL, TokenType.UNKNOWN)}
-        special |= {i for role, i in self.roles.items() if i is not None and self.types[i] != TokenType.BYTE}
+        special |= {i for i in self.roles.values() if i is not None and self.types[i] != TokenType.BYTE}
+        # Phi-3's own tokens swallow the white space after them; GGUF has no place to say so.
+        strips = (
+            self.file.architecture == "phi3" and self.file.metadata.get("tokenizer.ggml.model") == "llama"
+        )
         return [
             {
                 "id": i,
                 "content": self.tokens[i],
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": False,
+                "rstrip": strips and self.tokens[i] not in _PHI3_KEEPS_SPACE,
                 "normalized": False,
                 "special": i in special,
             }

@@ -30,7 +30,12 @@ BASE = {
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": ROPE},
-    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE},
+    "llama-biased": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": ROPE,
+    },
     "llama-wide-heads": {"model_type": "llama", "head_dim": 32, "rope_parameters": ROPE},
     "mistral": {"model_type": "mistral", "sliding_window": 8, "rope_parameters": ROPE},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False, "rope_parameters": ROPE},

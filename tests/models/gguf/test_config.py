@@ -88,7 +88,13 @@ def longrope(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize(
     ("options", "extra"),
     [
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0}}, linear),
+        (
+            {
+                "model_type": "llama",
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
+            },
+            linear,
+        ),
         (
             {
                 "model_type": "qwen2",
@@ -149,7 +155,11 @@ def test_gemma3_layers_windows_and_thetas(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", tiny_model(MODELS["gemma3"]))
     config = map_model(read_gguf(path)).config
     assert config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
-    assert (config["rope_theta"], config["rope_local_base_freq"], config["sliding_window"]) == (1e6, 10000.0, 8)
+    assert (config["rope_theta"], config["rope_local_base_freq"], config["sliding_window"]) == (
+        1e6,
+        10000.0,
+        8,
+    )
     assert (config["query_pre_attn_scalar"], config["tie_word_embeddings"]) == (32, True)
     assert config["rms_norm_eps"] == 1e-6
     json.dumps(config, allow_nan=False)
@@ -169,7 +179,9 @@ def written(tmp_path: Path, architecture: str, **values: Any) -> Path:
 
 
 def test_an_unknown_architecture_is_named_with_what_is_supported(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3, phi3, olmo2"):
+    with pytest.raises(
+        UnsupportedModelError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3, phi3, olmo2"
+    ):
         map_model(read_gguf(written(tmp_path, "mamba")))
 
 

@@ -11,7 +11,16 @@ from headrace.models.gguf.dequantize import PIECE_ELEMENTS, dequantize, to_bfloa
 from headrace.models.gguf.reader import BLOCK_SIZES, TensorType
 
 # Where a block keeps its float16 scales.
-SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+SCALES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 EXTREMES = [0.0, -0.0, 65504.0, -65504.0, 6e-8, -6e-8, 6.1e-5, 1.0, -1.0, np.inf, -np.inf, np.nan]
 
 
@@ -56,7 +65,9 @@ def test_extreme_scales_equal_the_gguf_package_bit_for_bit(name: str) -> None:
     assert_same_bits(dequantize(data.reshape(-1), kind), reference(data.reshape(-1), kind))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("Q8_0", 0.03), ("Q5_0", 0.3), ("Q5_1", 0.3), ("Q4_0", 0.6), ("Q4_1", 0.6)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("Q8_0", 0.03), ("Q5_0", 0.3), ("Q5_1", 0.3), ("Q4_0", 0.6), ("Q4_1", 0.6)]
+)
 def test_quantized_numbers_come_back_near(name: str, limit: float) -> None:
     values = np.random.default_rng(1).normal(size=(4, 64)).astype(np.float32)
     packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
@@ -67,7 +78,9 @@ def test_quantized_numbers_come_back_near(name: str, limit: float) -> None:
 def test_bfloat16_rounds_as_torch_does() -> None:
     rng = np.random.default_rng(3)
     bits = rng.integers(0, 2**32, PIECE_ELEMENTS + 1000, dtype=np.uint64).astype(np.uint32)
-    ties = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x00000001])
+    ties = np.array(
+        [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x00000001]
+    )
     values = np.concatenate([bits, ties.astype(np.uint32)]).view(np.float32)
     theirs = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     nans = np.isnan(values)
@@ -77,7 +90,9 @@ def test_bfloat16_rounds_as_torch_does() -> None:
     assert back.isnan().numpy().tolist() == nans.tolist()
 
 
-@pytest.mark.parametrize("kind", [TensorType.Q4_K, TensorType.Q6_K, TensorType.Q5_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [TensorType.Q4_K, TensorType.Q6_K, TensorType.Q5_0], ids=lambda kind: kind.name
+)
 def test_memory_is_the_result_and_little_more(kind: TensorType) -> None:
     elements, block_bytes = BLOCK_SIZES[kind]
     data = np.zeros((4 << 20) // elements * block_bytes, np.uint8)

@@ -112,7 +112,9 @@ def test_versions_2_and_3_and_other_alignments(version: int, tmp_path: Path) -> 
     assert read(tmp_path, content).tensors["u"].data.view(np.float32).tolist() == list(range(32))
 
 
-@pytest.mark.parametrize("content", [build(version=1), build(version=4), build(version=3 << 24)], ids=["1", "4", "big-endian"])
+@pytest.mark.parametrize(
+    "content", [build(version=1), build(version=4), build(version=3 << 24)], ids=["1", "4", "big-endian"]
+)
 def test_other_versions_and_byte_orders_are_unsupported(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="versions 2 and 3"):
         read(tmp_path, content)
@@ -142,7 +144,10 @@ HOSTILE = {
     "string length": (build(pairs=(pair("k", STRING, struct.pack("<Q", HUGE)),)), "bytes at offset"),
     "string not text": (build(pairs=(pair("k", STRING, struct.pack("<Q", 1) + b"\x80"),)), "not UTF-8"),
     "array length": (build(pairs=(pair("k", ARRAY, struct.pack("<IQ", U32, HUGE)),)), "array length of k"),
-    "array of strings": (build(pairs=(pair("k", ARRAY, struct.pack("<IQ", STRING, 2**50)),)), "array length of k"),
+    "array of strings": (
+        build(pairs=(pair("k", ARRAY, struct.pack("<IQ", STRING, 2**50)),)),
+        "array length of k",
+    ),
     "array of strings, short": (
         build(pairs=(pair("k", ARRAY, struct.pack("<IQQ", STRING, 2, 2**40)),)),
         "a string of k ends at",
