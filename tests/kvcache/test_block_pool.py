@@ -157,6 +157,17 @@ def test_events_are_numbered_in_order_and_coalesced() -> None:
     assert pool.take_events() == (4, [])
 
 
+def test_chains_of_one_step_are_told_apart() -> None:
+    pool = BlockPool(4, 4)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.register(first, ids("ab"), ROOT)
+    pool.register(second, ids("xy"), ROOT)
+    assert pool.take_events()[1] == [
+        BlocksStored(block_ids=ids("ab"), parent=ROOT),
+        BlocksStored(block_ids=ids("xy"), parent=ROOT),
+    ]
+
+
 def test_taken_events_never_change() -> None:
     pool = BlockPool(4, 4)
     blocks = pool.allocate(2)
