@@ -68,6 +68,7 @@ class App:
             body = await exchange.read_body(gateway.max_body_bytes)
             await handler(gateway, exchange, body, arrival)
         finally:
+            exchange.unwatch()
             gateway.admission.give(1, time.perf_counter() - arrival)
 
     async def _wrong_method(self, exchange: Exchange, method: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import HeadraceError, InvalidRequestError, PayloadTooLargeError
 from headrace.gateway.errors import Headers, error_body, error_headers
@@ -28,6 +28,14 @@ _NO_CACHE = (b"cache-control", b"no-cache")
 _NO_BUFFER = (b"x-accel-buffering", b"no")
 
 
+class Connection(Protocol):
+    """What an exchange needs of the connection under it, see ``GatewayProtocol``."""
+
+    def watch(self, on_disconnect: Callable[[], None]) -> None: ...
+    def unwatch(self, on_disconnect: Callable[[], None]) -> None: ...
+    def abort(self) -> None: ...
+
+
 class Disconnected(Exception):
     """The caller has gone; nobody is left to answer."""
 
@@ -36,18 +44,17 @@ class Exchange:
     """Reads one body within limits, watches for the caller's disconnect, sends one response."""
 
     __slots__ = (
-        "_disconnect",
+        "_connection",
         "_on_disconnect",
         "_receive",
         "_send",
-        "_watcher",
         "authorization",
         "content_length",
+        "disconnected",
         "extra_headers",
         "path",
         "request_id",
         "started",
-        "state",
         "streaming",
     )
 
@@ -55,7 +62,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self.path: str = scope["path"]
-        self.state: dict[str, Any] = scope.get("state", {})
+        self._connection: Connection = scope["state"]["connection"]
         self.authorization: bytes | None = None
         self.content_length: bytes | None = None
         self.request_id = b""
@@ -71,13 +78,8 @@ class Exchange:
         self.extra_headers: Headers = []
         self.started = False
         self.streaming = False
-        self._disconnect = False
+        self.disconnected = False
         self._on_disconnect: Callable[[], None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
-
-    @property
-    def disconnected(self) -> bool:
-        return self._disconnect
 
     async def read_body(self, limit: int) -> bytes:
         """The whole body; PayloadTooLargeError beyond ``limit`` bytes, before reading where it is announced.
@@ -106,7 +108,7 @@ class Exchange:
         size = 0
         while True:
             if message["type"] == "http.disconnect":
-                self._disconnect = True
+                self.disconnected = True
                 raise Disconnected
             part: bytes = message.get("body", b"")
             size += len(part)
@@ -120,26 +122,27 @@ class Exchange:
     def watch(self, on_disconnect: Callable[[], None] | None = None) -> None:
         """Calls ``on_disconnect`` as soon as the caller goes; also at once, when it has gone already.
 
-        Watching begins at the first call and goes on until the response is complete; a later call replaces
-        what is done.
+        Watching begins at the first call and goes on until ``unwatch``; a later call replaces what is done.
         """
-        self._on_disconnect = on_disconnect
-        if self._disconnect:
-            if on_disconnect is not None:
-                on_disconnect()
-        elif self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch())
+        first = self._on_disconnect is None
+        self._on_disconnect = on_disconnect or _nothing
+        if self.disconnected:
+            self._on_disconnect()
+        elif first:
+            self._connection.watch(self._lost)
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._disconnect = True
+    def unwatch(self) -> None:
+        """Nothing is done about a disconnect from now on."""
+        self._connection.unwatch(self._lost)
+
+    def _lost(self) -> None:
+        self.disconnected = True
         if self._on_disconnect is not None:
             self._on_disconnect()
 
-    def unwatch(self) -> None:
-        """Nothing is done about a disconnect from now on; the watcher ends with the response."""
-        self._on_disconnect = None
+    def cut(self) -> None:
+        """Closes the connection under a reader that has stopped reading."""
+        self._connection.abort()
 
     def new_id(self) -> str:
         """A fresh id for a response; the caller's own request id need not be unique."""
@@ -151,12 +154,6 @@ class Exchange:
         if ignored:
             metrics.ignore(ignored)
             self.extra_headers.append((b"x-headrace-ignored-fields", header_value(ignored)))
-
-    def cut(self) -> None:
-        """Closes the connection under a reader that has stopped reading."""
-        abort = self.state.get("abort_connection")
-        if abort is not None:
-            abort()
 
     async def send_json(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
         """A complete JSON response."""
@@ -187,6 +184,10 @@ class Exchange:
         """Some more events; waits while the caller does not read."""
         self.streaming = not last
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def _nothing() -> None:
+    pass
 
 
 def _too_large(size: str, limit: int) -> PayloadTooLargeError:

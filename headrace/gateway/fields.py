@@ -85,9 +85,9 @@ class BodyReader(Generic[Body]):
         self._unsupported = unsupported
 
     def read(self, body: bytes) -> tuple[Body, list[str]]:
-        """The body and the names of its ignored fields; InvalidRequestError naming what is wrong.
+        """The body and the names of its ignored fields, made printable.
 
-        Cheap checks on sizes come first, so that a hostile body cannot hold the interpreter for long.
+        Raises InvalidRequestError naming what is wrong. Cheap checks on sizes come first, so that a hostile body cannot hold the interpreter for long.
         """
         try:
             fields = _raw_fields.decode(body)
@@ -96,7 +96,7 @@ class BodyReader(Generic[Body]):
                 if name in self._unsupported:
                     self._refuse(name, fields[name])
                 elif name not in QUIET:
-                    ignored.append(name)
+                    ignored.append(_printable(name))
             if len(body) > BIG_BODY_BYTES:
                 self._check_sizes(body, fields)
             return self._decoder.decode(body), ignored
@@ -119,6 +119,12 @@ class BodyReader(Generic[Body]):
             raise InvalidRequestError(f"the body holds more than {MAX_TURNS} messages or parts")
 
 
+def _printable(name: str) -> str:
+    return "".join(
+        [char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name[:64]]
+    )
+
+
 def check_token_list(raw: msgspec.Raw, name: str, max_tokens: int) -> None:
     """Raises ContextLengthError for a raw list of more than ``max_tokens`` numbers, before decoding it."""
     view = memoryview(raw)
@@ -131,11 +137,8 @@ def check_token_list(raw: msgspec.Raw, name: str, max_tokens: int) -> None:
 
 
 def header_value(names: list[str]) -> bytes:
-    """Field names as one header value: odd characters replaced, long lists cut."""
-    shown = [
-        "".join([char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name[:64]])
-        for name in sorted(names)[:32]
-    ]
+    """Printable field names as one header value; long lists are cut."""
+    shown = sorted(names)[:32]
     if len(names) > len(shown):
         shown.append(f"+{len(names) - len(shown)}")
     return ",".join(shown).encode()

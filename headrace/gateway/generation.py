@@ -149,7 +149,6 @@ class Generation:
         finally:
             if cutter is not None:
                 cutter.cancel()
-            exchange.unwatch()
 
     async def respond(self, exchange: Exchange, shape: Shape) -> None:
         """Answers once everything is generated."""
@@ -168,8 +167,6 @@ class Generation:
         except HeadraceError:
             self._metrics.finished["error"] += self._unfinished
             raise
-        finally:
-            exchange.unwatch()
         await exchange.send_json(shape.response(self))
 
     def _advance(self, outputs: list[Output]) -> list[tuple[Sample, TextDelta]]:

@@ -100,7 +100,7 @@ class Metrics(Collector):
         """Counts ignored fields; beyond MAX_FIELD_NAMES different names they count as ``other``."""
         for name in names:
             known = name in self.ignored_fields or len(self.ignored_fields) < MAX_FIELD_NAMES
-            self.ignored_fields[name[:64] if known else "other"] += 1
+            self.ignored_fields[name if known else "other"] += 1
 
     def describe(self) -> Iterable[Metric]:
         return ()
