@@ -26,7 +26,7 @@ def uniforms(seed: int, sample_index: int, start: int, count: int) -> NDArray[np
         key=(seed & _MASK64) | (sample_index & _MASK64) << 64, counter=(block - 1) & _MASK256
     )
     raw: NDArray[np.uint64] = generator.random_raw(lane + count)[lane:]
-    numbers: NDArray[np.float64] = (raw >> np.uint64(11)) * 2.0**-53
+    numbers: NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
 
 

@@ -71,7 +71,7 @@ def test_each_parameter_follows_its_definition(params: dict[str, Any], temperatu
     for row in range(len(logits)):
         best = logits[row].topk(40).indices.tolist()
         output = rng.choices(best, k=row % 12)
-        sequences.append(make_sequence(rng.choices(best, k=5) + [1], output, row % 3, seed=row, **params))
+        sequences.append(make_sequence([*rng.choices(best, k=5), 1], output, row % 3, seed=row, **params))
     sampled = Sampler(EOS).sample(logits, sequences)
     assert sampled.invalid == []
     for row, (sequence, token) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
