@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,6 +71,11 @@ class AttentionBatch:
     prefills: list[PrefillChunk]
     block_size: int
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def first_slot(self) -> int:
+        """The first row's slot."""
+        return int(self.slot_mapping[0])
 
     @property
     def num_tokens(self) -> int:

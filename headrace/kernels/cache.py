@@ -1,12 +1,11 @@
 """One layer's keys and values.
 
-Row layout, one row a slot (slot = block * block_size + offset in the block):
+Head-major: each head's slots lie side by side (slot = block * block_size + offset in the block), so a run
+of consecutive blocks is a dense matrix (slots, head_dim) that a matrix product reads without copying.
 
-    │ k head 0 … k head Hk-1 │ v head 0 … v head Hk-1 │
-      head_dim each            v_head_dim each
-
-so a block is one contiguous piece of memory, a token's K and V are written by one index copy, and a
-run of consecutive blocks is read without copying.
+    head 0      │ block 0 │ block 1 │ …          keys and values share one tensor when their widths are
+    head 1      │ block 0 │ block 1 │ …          equal: ``joint`` (2 * heads, slots, head_dim), keys first,
+    …                                            so that one op writes, and one op gathers, both
 """
 
 from __future__ import annotations
@@ -22,16 +21,18 @@ from torch import Tensor
 class LayerKV:
     """Paged storage of one layer; make it with ``allocate``.
 
-    rows    (num_blocks * block_size, num_kv_heads * (head_dim + v_head_dim))
-    blocks  the same memory as (num_blocks, block_size * row size)
-    keys    the same memory as (num_kv_heads, slots, head_dim), strided
-    values  the same memory as (num_kv_heads, slots, v_head_dim), strided
+    keys          (num_kv_heads, slots, head_dim)
+    values        (num_kv_heads, slots, v_head_dim)
+    joint         (2 * num_kv_heads, slots, head_dim), both of the above; None when their widths differ
+    key_blocks    keys as (num_kv_heads, num_blocks, block_size * head_dim); likewise the other two
     """
 
-    rows: Tensor
-    blocks: Tensor
     keys: Tensor
     values: Tensor
+    joint: Tensor | None
+    key_blocks: Tensor
+    value_blocks: Tensor
+    joint_blocks: Tensor | None
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -50,14 +51,23 @@ class LayerKV:
     ) -> LayerKV:
         """Zeroed storage for ``num_blocks`` blocks (zeroed so that no padding read is ever NaN)."""
         v_dim = head_dim if v_head_dim is None else v_head_dim
-        width = num_kv_heads * (head_dim + v_dim)
-        rows = _zeros(num_blocks * block_size, width, dtype, torch.device(device))
-        split = num_kv_heads * head_dim
+        slots = num_blocks * block_size
+        where = torch.device(device)
+        joint = joint_blocks = None
+        if v_dim == head_dim:
+            joint = _zeros((2 * num_kv_heads, slots, head_dim), dtype, where)
+            joint_blocks = joint.view(2 * num_kv_heads, num_blocks, -1)
+            keys, values = joint[:num_kv_heads], joint[num_kv_heads:]
+        else:
+            keys = _zeros((num_kv_heads, slots, head_dim), dtype, where)
+            values = _zeros((num_kv_heads, slots, v_dim), dtype, where)
         return cls(
-            rows=rows,
-            blocks=rows.view(num_blocks, block_size * width),
-            keys=rows[:, :split].view(-1, num_kv_heads, head_dim).transpose(0, 1),
-            values=rows[:, split:].view(-1, num_kv_heads, v_dim).transpose(0, 1),
+            keys=keys,
+            values=values,
+            joint=joint,
+            key_blocks=keys.view(num_kv_heads, num_blocks, -1),
+            value_blocks=values.view(num_kv_heads, num_blocks, -1),
+            joint_blocks=joint_blocks,
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -78,13 +88,27 @@ class LayerKV:
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes
+        return self.keys.nbytes + self.values.nbytes
+
+    def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of ``blocks`` (n,): (num_kv_heads, n * block_size, dim) each."""
+        heads, slots = self.num_kv_heads, blocks.shape[0] * self.block_size
+        if self.joint_blocks is not None:
+            both = self.joint_blocks.index_select(1, blocks).view(2 * heads, slots, self.head_dim)
+            return both[:heads], both[heads:]
+        return (
+            self.key_blocks.index_select(1, blocks).view(heads, slots, self.head_dim),
+            self.value_blocks.index_select(1, blocks).view(heads, slots, self.v_head_dim),
+        )
 
 
-def _zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, on a CPU without touching the memory: numpy leaves it to the system to hand out zeroed pages
     as they are first written, so that starting up costs nothing and an idle cache takes no memory."""
     if device.type != "cpu":
-        return torch.zeros(num_rows, width, dtype=dtype, device=device)
-    raw = np.zeros(num_rows * width * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(num_rows, width)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = 1
+    for size in shape:
+        count *= size
+    raw = np.zeros(count * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

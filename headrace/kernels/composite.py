@@ -8,22 +8,10 @@ from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
-from headrace.kernels.weights import AttentionSpec, AttentionWeights, LayerWeights, MLPWeights, Norm
+from headrace.kernels.weights import AttentionWeights, LayerWeights, MLPWeights, Norm, PackedLinear
 
 if TYPE_CHECKING:
     from headrace.kernels.table import OpTable
-
-
-def split_qkv(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, q | k | v) → views (tokens, heads, head_dim), (tokens, kv heads, head_dim or v_head_dim)."""
-    tokens = qkv.shape[0]
-    k_start = spec.num_heads * spec.head_dim
-    v_start = k_start + spec.num_kv_heads * spec.head_dim
-    return (
-        qkv[:, :k_start].view(tokens, spec.num_heads, spec.head_dim),
-        qkv[:, k_start:v_start].view(tokens, spec.num_kv_heads, spec.head_dim),
-        qkv[:, v_start:].view(tokens, spec.num_kv_heads, spec.v_head_dim),
-    )
 
 
 def attention_block(
@@ -38,17 +26,29 @@ def attention_block(
 ) -> Tensor:
     """(tokens, hidden), already normed → attention's output (tokens, hidden), plus ``residual`` if given."""
     spec = weights.spec
-    q, k, v = split_qkv(ops.linear(x, weights.qkv), spec)
-    q = _norm_heads(ops, q, weights.q_norm, weights.qk_norm_full)
-    k = _norm_heads(ops, k, weights.k_norm, weights.qk_norm_full)
-    q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+    heads, kv_heads, tokens = spec.num_heads, spec.num_kv_heads, x.shape[0]
+    qkv = ops.linear(x, weights.qkv)
+    split = (heads + kv_heads) * spec.head_dim
+    qk = qkv[:, :split].view(tokens, heads + kv_heads, spec.head_dim)
+    v = qkv[:, split:].view(tokens, kv_heads, spec.v_head_dim)
+    if weights.q_norm is None and weights.k_norm is None:
+        qk = ops.rope(qk, cos, sin)  # q and k in one go
+        q, k = qk[:, :heads], qk[:, heads:]
+    else:
+        q = _norm_heads(ops, qk[:, :heads], weights.q_norm, weights.qk_norm_full)
+        k = _norm_heads(ops, qk[:, heads:], weights.k_norm, weights.qk_norm_full)
+        q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
     return ops.linear(ops.attention(q, k, v, kv, batch, spec), weights.out, residual)
+
+
+def gated_linear(ops: OpTable, x: Tensor, packed: PackedLinear, activation: str) -> Tensor:
+    """(tokens, hidden) → act(gate) * up, where ``packed`` yields gate | up."""
+    return ops.activation_and_mul(ops.linear(x, packed), activation)
 
 
 def mlp_block(ops: OpTable, x: Tensor, weights: MLPWeights, residual: Tensor | None = None) -> Tensor:
     """(tokens, hidden), already normed → down(act(gate) * up), plus ``residual`` if given."""
-    hidden = ops.activation_and_mul(ops.linear(x, weights.gate_up), weights.activation)
-    return ops.linear(hidden, weights.down, residual)
+    return ops.linear(ops.gated_linear(x, weights.gate_up, weights.activation), weights.down, residual)
 
 
 def decoder_layer(
@@ -74,7 +74,7 @@ def decoder_layer(
 
 
 def _norm(ops: OpTable, x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else ops.rms_norm(x, norm.weight, norm.eps, norm.offset)
+    return x if norm is None else ops.rms_norm(x, norm)
 
 
 def _norm_heads(ops: OpTable, x: Tensor, norm: Norm | None, full: bool) -> Tensor:

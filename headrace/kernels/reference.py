@@ -8,11 +8,17 @@ from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
-from headrace.kernels.weights import AttentionSpec, PackedLinear, plain_linear
+from headrace.kernels.weights import AttentionSpec, Norm, PackedLinear, plain_linear
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """The weight as loaded."""
+def pack_linear(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
+) -> PackedLinear:
+    """A weight (out, in) and bias (out,) in the form this table reads; here: as loaded.
+
+    Hints that may be ignored. ``gated``: the upper half of the rows is a gate, the lower half what it
+    multiplies. ``few_rows``: only ever applied to a few rows at a time, as an output head is.
+    """
     return plain_linear(weight, bias)
 
 
@@ -29,15 +35,17 @@ def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> T
     return y if residual is None else y + residual
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension, computed in float32 or wider."""
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (offset + weight) over the last dimension, in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * (weight.to(wide.dtype) + offset)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (normed * (norm.weight.to(wide.dtype) + norm.offset)).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates pairs (i, i + r/2) of the first r features of x: (tokens, heads, head_dim).
+
+    An implementation may rotate in place: x is not to be read afterwards.
 
     cos, sin: (tokens, 1, r), r <= head_dim even, each angle given twice: feature i and i + r/2. ``sin`` is
     signed: its first half is negated, so that the rotation is x * cos + swap_halves(x) * sin.
@@ -78,10 +86,9 @@ def attention(
     v_head_dim) → (tokens, num_heads * v_head_dim). Query head h reads key head h // (num_heads //
     num_kv_heads).
     """
-    tokens = q.shape[0]
-    rows = torch.cat((k.reshape(tokens, -1), v.reshape(tokens, -1)), dim=1)
-    kv.rows[batch.slot_mapping] = rows.to(kv.rows.dtype)
-    out = q.new_empty(tokens, spec.num_heads, spec.v_head_dim)
+    kv.keys[:, batch.slot_mapping] = k.transpose(0, 1).to(kv.keys.dtype)
+    kv.values[:, batch.slot_mapping] = v.transpose(0, 1).to(kv.values.dtype)
+    out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
     for index, length in enumerate(batch.decode_lens_list):
         table = batch.decode_block_tables[index]
         out[index : index + 1] = _attend(q[index : index + 1], kv, table, length, spec)

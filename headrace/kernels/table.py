@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import UsageError
-from headrace.kernels import composite, reference
+from headrace.kernels import composite, reference, stock
 from headrace.kernels.weights import PackedLinear
 
 LEAVES = (
@@ -29,7 +29,7 @@ LEAVES = (
     "logits_head",
     "pack_linear",
 )
-COMPOSITES = ("attention_block", "mlp_block", "decoder_layer")
+COMPOSITES = ("gated_linear", "attention_block", "mlp_block", "decoder_layer")
 
 
 class OpTable:
@@ -50,6 +50,7 @@ class OpTable:
         self.attention: Callable[..., Tensor] = ops["attention"]
         self.logits_head: Callable[..., Tensor] = ops["logits_head"]
         self.pack_linear: Callable[..., PackedLinear] = ops["pack_linear"]
+        self.gated_linear: Callable[..., Tensor] = partial(ops["gated_linear"], self)
         self.attention_block: Callable[..., Tensor] = partial(ops["attention_block"], self)
         self.mlp_block: Callable[..., Tensor] = partial(ops["mlp_block"], self)
         self.decoder_layer: Callable[..., Tensor] = partial(ops["decoder_layer"], self)
@@ -72,9 +73,16 @@ class OpTable:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         quantization: str = "none",
+        *,
+        decode_copies: bool = True,
     ) -> OpTable:
-        """The best stock torch operators for a device, dtype and ``quantization`` (none or int8)."""
-        return cls.reference()
+        """The best stock torch operators for a device, dtype and ``quantization`` (none or int8).
+
+        ``decode_copies``: on a CPU in bfloat16, hold every weight a second time in the form that is read
+        fastest when a step has few rows.
+        """
+        ops = stock.select(torch.device(device), dtype, quantization, decode_copies)
+        return cls.reference().replace(source="stock", **ops)
 
     def replace(self, *, source: str = "custom", **ops: Callable[..., Any]) -> OpTable:
         """A new table with some ops exchanged; ``source`` names where they come from (a pack's id)."""

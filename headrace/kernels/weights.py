@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -11,44 +14,75 @@ from torch import Tensor
 class PackedLinear:
     """A weight of (out_features, in_features) in the form that one table's ``linear`` reads.
 
-    form      weight                                          scales
-    plain     (out, in), as loaded                            None
-    mkldnn    opaque oneDNN layout, same values               None
-    int8      (out, in) int8, symmetric per output channel    (out,) in the activations' dtype
+    form      what is held
+    plain     ``weight`` (out, in), as loaded
+    onednn    ``weight`` in oneDNN's blocked layout, same values; a gated pair is held as ``weight`` (gate)
+              and ``up``, so that activation and product ride on the two products
+    int8      ``weight`` (out, in) int8, symmetric per output channel, and ``scales`` (out,)
+    half      only ``few``
+
+    ``few``: FBGEMM's pack in IEEE half precision, read when a step has few rows (float32 in and out). It
+    holds bfloat16 weights exactly down to 6e-5 and to within 3e-8 below.
     """
 
     form: str
-    weight: Tensor
-    bias: Tensor | None
-    scales: Tensor | None
     in_features: int
     out_features: int
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    up: Tensor | None = None
+    few: Any = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def nbytes(self) -> int:
-        """Bytes this weight occupies, bias and scales included."""
-        total = self.in_features * self.out_features * self.weight.element_size()
+        """Bytes this weight occupies in all its forms, bias and scales included."""
+        size = self.in_features * self.out_features
+        total = 0 if self.weight is None else size * self.weight.element_size()
+        total += 0 if self.few is None else size * 2
         for extra in (self.bias, self.scales):
             total += 0 if extra is None else extra.nbytes
         return total
 
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether this is ``tensor``'s own memory."""
+        return (
+            self.form == "plain" and self.weight is not None and self.weight.data_ptr() == tensor.data_ptr()
+        )
+
     def dense(self) -> Tensor:
         """The weight as a plain (out_features, in_features) tensor; a copy unless it is plain already."""
-        if self.form == "mkldnn":
-            dense: Tensor = self.weight.to_dense()
-            return dense
+        if self.weight is None:
+            unpacked: Tensor = torch.ops.quantized.linear_unpack_fp16(self.few)[0]
+            return unpacked.to(self.dtype)
         if self.scales is not None:
             return self.weight.to(self.scales.dtype) * self.scales[:, None]
-        return self.weight
+        if self.up is not None:
+            return torch.cat((self.weight.to_dense(), self.up.to_dense()))
+        return self.weight.to_dense() if self.form == "onednn" else self.weight
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm: weight of (size,), eps, and ``offset`` (1.0 where the model multiplies by 1 + weight)."""
+    """An RMS norm: ``weight`` (size,), ``eps``, ``offset`` (1.0 where the model multiplies by 1 + weight).
+
+    Derived once: ``gain`` = (offset + weight) * sqrt(size) and ``floor`` = sqrt(size * eps), so that the
+    norm of x is x * gain / hypot(|x|, floor).
+    """
 
     weight: Tensor
     eps: float
     offset: float = 0.0
+    gain: Tensor = field(init=False, repr=False)
+    floor: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        size = self.weight.shape[-1]
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        object.__setattr__(self, "gain", (self.weight.to(wide) + self.offset) * math.sqrt(size))
+        floor = torch.tensor(math.sqrt(size * self.eps), dtype=wide, device=self.weight.device)
+        object.__setattr__(self, "floor", floor)
 
 
 @dataclass(frozen=True)
@@ -117,4 +151,4 @@ class LayerWeights:
 def plain_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """A weight of (out, in) kept as it is."""
     out_features, in_features = weight.shape
-    return PackedLinear("plain", weight, bias, None, in_features, out_features)
+    return PackedLinear("plain", in_features, out_features, weight, bias, dtype=weight.dtype)

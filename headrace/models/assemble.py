@@ -101,7 +101,7 @@ class _Assembly:
         heads = [head for head in _HEADS if head in self.checkpoint] or list(_HEADS[:1])
         if not self.config.tie_word_embeddings:
             embedding = self.checkpoint.copy(name, shape, self.dtype, self.device)
-            return embedding, self.ops.pack_linear(self.stored(heads[0], shape))
+            return embedding, self.ops.pack_linear(self.stored(heads[0], shape), few_rows=True)
         if name not in self.checkpoint and heads[0] in self.checkpoint:
             name = heads[0]
         stored = self.checkpoint.take(name, shape)
@@ -109,8 +109,9 @@ class _Assembly:
         if heads[0] in self.checkpoint and name != heads[0]:
             other = self.checkpoint.take(heads[0], shape)
             if not torch.equal(stored, other):
-                return embedding, self.ops.pack_linear(other.to(self.device, self.dtype, copy=True))
-        return embedding, self.ops.pack_linear(embedding)
+                other = other.to(self.device, self.dtype, copy=True)
+                return embedding, self.ops.pack_linear(other, few_rows=True)
+        return embedding, self.ops.pack_linear(embedding, few_rows=True)
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"layers.{index}."
@@ -171,13 +172,18 @@ class _Assembly:
         else:
             parts = [("gate_proj", inner), ("up_proj", inner)]
         return MLPWeights(
-            gate_up=self.linear(prefix, parts, config.hidden_size, config.mlp_bias),
+            gate_up=self.linear(prefix, parts, config.hidden_size, config.mlp_bias, gated=True),
             down=self.linear(prefix, [("down_proj", config.hidden_size)], inner, config.mlp_bias),
             activation=config.activation,
         )
 
     def linear(
-        self, prefix: str, parts: list[tuple[str, int]], in_features: int, has_bias: bool
+        self,
+        prefix: str,
+        parts: list[tuple[str, int]],
+        in_features: int,
+        has_bias: bool,
+        gated: bool = False,
     ) -> PackedLinear:
         """The named projections as one, rows below rows."""
         start = self.prefix + prefix
@@ -189,7 +195,7 @@ class _Assembly:
             bias = self.checkpoint.join(
                 [(f"{start}{name}.bias", (rows,)) for name, rows in parts], self.dtype, self.device
             )
-        return self.ops.pack_linear(weight, bias)
+        return self.ops.pack_linear(weight, bias, gated=gated)
 
     def norm(self, name: str, size: int) -> Norm:
         weight = self.stored_norm(f"{self.prefix}{name}.weight", size)

@@ -43,7 +43,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         total = self._embedding.nbytes + self._final_norm.weight.nbytes
-        if self._head.weight.data_ptr() != self._embedding.data_ptr():
+        if not self._head.shares(self._embedding):
             total += self._head.nbytes
         for layer in self._layers:
             attention, mlp = layer.attention, layer.mlp
@@ -71,7 +71,7 @@ class Decoder:
             cos, sin = angles[rope_index]
             x = ops.decoder_layer(x, layer, cos, sin, cache, batch)
         norm = self._final_norm
-        return ops.rms_norm(x, norm.weight, norm.eps, norm.offset)
+        return ops.rms_norm(x, norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, hidden_size) → (rows, vocab_size) float32."""

@@ -46,7 +46,8 @@ class Driver:
             LayerKV.allocate(num_blocks, block_size, *spec, dtype=dtype) for spec in model.config.kv_specs
         ]
         for cache in self.kv:
-            cache.rows.fill_(1e3)
+            cache.keys.fill_(1e3)
+            cache.values.fill_(1e3)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
 

@@ -1,0 +1,141 @@
+"""Products with a weight, in the form that is fastest for the number of rows.
+
+    rows     bfloat16                                      int8                       float32
+    1–4      FBGEMM half pack, float32 activations         _weight_int8pack_mm        F.linear
+    5–31     oneDNN, packed                                _weight_int8pack_mm        F.linear
+    32–      oneDNN, packed                                dequantized, then oneDNN   F.linear
+
+With one row, reading the weights is all the work: FBGEMM's half-precision pack is read about 1.5 times as
+fast as oneDNN's (docs/log.md). Its activations are float32, so a step of few rows runs in float32 from the
+embedding on.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.weights import PackedLinear, plain_linear
+
+FEW_ROWS = 4
+_INT8_ROWS = 32
+_HALF_MAX = 65504.0
+_ONEDNN_ACTIVATIONS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+
+_pointwise = torch.ops.mkldnn._linear_pointwise.default
+_binary = torch.ops.mkldnn._linear_pointwise.binary
+_half_linear = torch.ops.quantized.linear_dynamic_fp16.default
+
+
+def pack_onednn(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
+) -> PackedLinear:
+    """oneDNN's blocked layout alone."""
+    out_features, in_features = weight.shape
+    if few_rows:
+        return plain_linear(weight, bias)
+    up = None
+    if gated and bias is None:
+        half = out_features // 2
+        up = _reorder(weight[half:])
+        weight = weight[:half]
+    return PackedLinear(
+        "onednn", in_features, out_features, _reorder(weight), bias, up=up, dtype=torch.bfloat16
+    )
+
+
+def pack_twice(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
+) -> PackedLinear:
+    """oneDNN's layout for many rows and FBGEMM's half-precision pack for few; a head gets only the latter."""
+    wide = weight.float()
+    if not bool(wide.abs().amax() < _HALF_MAX):
+        return pack_onednn(weight, bias, gated=gated, few_rows=few_rows)
+    few = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.float())
+    out_features, in_features = weight.shape
+    if few_rows:
+        return PackedLinear("half", in_features, out_features, bias=bias, few=few, dtype=weight.dtype)
+    many = pack_onednn(weight, bias, gated=gated)
+    return PackedLinear(
+        "onednn", in_features, out_features, many.weight, bias, up=many.up, few=few, dtype=weight.dtype
+    )
+
+
+def pack_int8(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
+) -> PackedLinear:
+    """Weights rounded to 8 bits, one symmetric scale per output channel: off by at most scale / 2 each."""
+    out_features, in_features = weight.shape
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1) / 127.0).clamp_min(1e-12).to(weight.dtype)
+    rounded = (wide / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return PackedLinear("int8", in_features, out_features, rounded, bias, scales, dtype=weight.dtype)
+
+
+def linear_bfloat16(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+    """``linear`` on the forms of ``pack_twice`` and ``pack_onednn``."""
+    few = packed.few
+    if few is not None and (x.shape[0] <= FEW_ROWS or packed.weight is None):
+        if x.dtype is torch.float32:
+            y: Tensor = _half_linear(x, few)
+            return y if residual is None else y.add_(residual)
+        y = _half_linear(x.float(), few)
+        return (y if residual is None else y.add_(residual)).to(x.dtype)
+    if x.dtype is torch.float32:  # a step of few rows, and a weight without a pack for it
+        y = linear_bfloat16(x.bfloat16(), packed).float()
+        return y if residual is None else y.add_(residual)
+    weight = packed.weight
+    assert weight is not None
+    if packed.form != "onednn":
+        y = F.linear(x, weight, packed.bias)
+        return y if residual is None else y.add_(residual)
+    if packed.up is not None:
+        y = torch.cat((_plain(x, weight), _plain(x, packed.up)), dim=1)
+        return y if residual is None else y.add_(residual)
+    if residual is None:
+        y = _pointwise(x, weight, packed.bias, "none", [], "")
+    else:
+        y = _binary(x, residual, weight, packed.bias, "add")
+    return y
+
+
+def gated_onednn(x: Tensor, packed: PackedLinear, activation: str) -> Tensor:
+    """act(x @ gate.T) * (x @ up.T), the activation and the product inside the two matrix products."""
+    gate = _pointwise(x, packed.weight, None, *_activation_arguments(activation))
+    y: Tensor = _binary(x, gate, packed.up, None, "mul")
+    return y
+
+
+def linear_int8(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+    """``linear`` on the form of ``pack_int8``."""
+    assert packed.weight is not None and packed.scales is not None
+    if x.shape[0] >= _INT8_ROWS:
+        y = F.linear(x, packed.dense(), packed.bias)
+    else:
+        y = torch._weight_int8pack_mm(x, packed.weight, packed.scales)
+        if packed.bias is not None:
+            y = y.add_(packed.bias)
+    return y if residual is None else y.add_(residual)
+
+
+def linear_plain(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+    """``linear`` on weights as loaded."""
+    assert packed.weight is not None
+    y = F.linear(x, packed.weight, packed.bias)
+    return y if residual is None else y.add_(residual)
+
+
+def _plain(x: Tensor, weight: Tensor) -> Tensor:
+    y: Tensor = _pointwise(x, weight, None, "none", [], "")
+    return y
+
+
+def _activation_arguments(activation: str) -> tuple[str, list[float], str]:
+    name, algorithm = _ONEDNN_ACTIVATIONS[activation]
+    return name, [], algorithm
+
+
+def _reorder(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return packed
