@@ -19,7 +19,7 @@ from headrace.kernels.batch import AttentionBatch, BatchEntry
 from headrace.kernels.cache import LayerKV
 from headrace.kernels.table import OpTable
 from headrace.models.attention_hook import PROBE, SERVE, Hook, Recording
-from headrace.models.fallback import FallbackModel, run_base
+from headrace.models.transformers_model import FallbackModel, run_base
 
 BLOCK_SIZE = 4
 LENGTHS = (11, 6, 1)
