@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         _measure_engines(model, plan, measured)
         if plan.http:
             _measure_servers(model, plan, measured)
-        rows += rows_of(model, plan.sides, measured, roofs)
+        rows += rows_of(model, plan.sides, measured, roofs, http=plan.http)
     recipe["load average after"] = f"{os.getloadavg()[0]:.1f}"
     return Report(name="engine", recipe=recipe, rows=rows), DEFINITIONS
 

@@ -58,7 +58,9 @@ class Measurements:
             self.why[side] = str(error)
 
 
-def rows_of(model: Model, sides: list[str], measured: Measurements, roofs: dict[str, Any]) -> list[Row]:
+def rows_of(
+    model: Model, sides: list[str], measured: Measurements, roofs: dict[str, Any], *, http: bool
+) -> list[Row]:
     """Headrace's figure beside each peer's, then beside the machine's roof."""
     rows = []
     peers = [side for side in sides if side != "headrace"]
@@ -67,6 +69,8 @@ def rows_of(model: Model, sides: list[str], measured: Measurements, roofs: dict[
         served = metric.startswith("http.")
         for peer in peers:
             if (served and peer == "transformers") or (metric == "load.ready" and peer.startswith("llama")):
+                continue
+            if served and not http:
                 continue
             peer_value, peer_spread = measured.of(peer, metric)
             reasons = [measured.why.get(f"{side} server" if served else side) for side in ("headrace", peer)]

@@ -115,7 +115,9 @@ def render(report: Report, *, footer: tuple[str, ...] = ()) -> str:
     missed = [row for row in bound if not row.met]
     lines += ["", f"targets met: {len(bound) - len(missed)} of {len(bound)}"]
     lines += [f"  NOT MET  {row.id}: {_verdict(row)}" for row in missed]
-    lines += [f"  note     {row.id}: {row.note}" for row in report.rows if row.note]
+    for note in dict.fromkeys(row.note for row in report.rows if row.note):
+        ids = [row.id for row in report.rows if row.note == note]
+        lines.append(f"  note     {ids[0]}{f' and {len(ids) - 1} more' if ids[1:] else ''}: {note}")
     lines += [f"  {line}" for line in footer]
     return "\n".join(lines) + "\n"
 
