@@ -142,14 +142,18 @@ class BlockPool:
         Where another block already has the identity (two sequences computed the same tokens at
         once), that one stays findable and this one stays without, so it becomes empty when freed.
         """
-        ids, block_of = self._ids, self._block_of
+        refs, ids, block_of = self._refs, self._ids, self._block_of
+        stored: list[bytes] = []
         for block, block_id in zip(blocks, block_ids, strict=True):
-            assert self._refs[block] and ids[block] is None, block
+            assert refs[block] and ids[block] is None, block
             if block_id not in block_of:
                 block_of[block_id] = block
                 ids[block] = block_id
-                self._stored(block_id, parent)
-            parent = block_id
+                stored.append(block_id)
+                continue
+            self._announce(stored, parent)
+            stored, parent = [], block_id
+        self._announce(stored, parent)
 
     def reset(self) -> None:
         """Forgets every identity. Held blocks stay held; free ones are empty and in ascending order.
@@ -228,12 +232,14 @@ class BlockPool:
         else:
             self._events.append(BlocksRemoved(block_ids=removed))
 
-    def _stored(self, block_id: bytes, parent: bytes) -> None:
+    def _announce(self, stored: list[bytes], parent: bytes) -> None:
+        if not stored:
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksStored) and last.block_ids[-1] == parent:
-            last.block_ids.append(block_id)
+            last.block_ids.extend(stored)  # not handed out yet, so still ours
         else:
-            self._events.append(BlocksStored(block_ids=[block_id], parent=parent))
+            self._events.append(BlocksStored(block_ids=stored, parent=parent))
 
     def _walk(self, sentinel: int) -> list[int]:
         blocks: list[int] = []
