@@ -12,7 +12,6 @@ from headrace.engine.sequence import SequenceStatus
 from tests.engine.kv_oracle import make_request
 from tests.engine.scheduling import ROOT, distinct, finish, make_scheduler, shape, step
 
-
 # Chunks and budget
 
 

@@ -9,7 +9,6 @@ from headrace.engine.sequence import SequenceStatus
 from tests.engine.kv_oracle import EOS, make_request
 from tests.engine.scheduling import distinct, finish, make_scheduler, shape, step
 
-
 # Stop rules
 
 
