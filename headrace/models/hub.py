@@ -51,9 +51,9 @@ def fetch_snapshot(name: str, progress: Progress) -> Path:
             hint="Unset HF_HUB_OFFLINE." if offline else "Check the network, or give a local folder.",
         ) from error
     except Exception as error:  # its HTTP library's errors share no base, and the library has changed
-        reason = str(error).strip().splitlines()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFoundError(
-            f"fetching {repo} from the Hugging Face hub failed: {reason[0] if reason else type(error).__name__}",
+            f"fetching {repo} from the Hugging Face hub failed: {reason}",
             hint="Check the network and HF_TOKEN, or give a local folder.",
         ) from error
     progress(f"fetching {repo}", 1, 1)

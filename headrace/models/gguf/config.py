@@ -263,8 +263,10 @@ class _Mapping:
                 "original_max_position_embeddings": original,
             }
             if np.allclose(llama3_divisors(scaling, base, head_dim), divisors, rtol=1e-5, atol=0):
-                return scaling
-        self.unsupported("rope_freqs.weight that Llama 3's rope scaling does not explain")
+                break
+        else:
+            self.unsupported("rope_freqs.weight that Llama 3's rope scaling does not explain")
+        return scaling
 
     # what single architectures add
 

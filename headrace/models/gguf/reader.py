@@ -19,6 +19,7 @@ import re
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -75,8 +76,8 @@ BLOCK_SIZES: dict[TensorType, tuple[int, int]] = {
 
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
 _SCALARS: dict[int, np.dtype[Any]] = {
@@ -379,7 +380,7 @@ class _Parser:
             data = np.frombuffer(self.map, np.uint8, num_bytes, start + offset)
             tensors[name] = Tensor(name, kind, shape, data)
         spans.sort()
-        for (_, end, name), (following, _, next_name) in zip(spans, spans[1:], strict=False):
+        for (_, end, name), (following, _, next_name) in pairwise(spans):
             if end > following:
                 self.fail(f"tensors {name} and {next_name} overlap: {end} > {following}")
         return tensors

@@ -85,8 +85,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 _END_OF_TURN = frozenset(
     {
-        "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-        "<|return|>", "<eos>", "</s>", "<EOT>", "_<EOT>", "<|EOT|>",
+        "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+        "<|end_of_text|>", "<|return|>", "<eos>", "</s>", "<EOT>", "_<EOT>", "<|EOT|>",
     }
 )  # fmt: skip
 _PHI3_KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})

@@ -180,7 +180,7 @@ def written(tmp_path: Path, architecture: str, **values: Any) -> Path:
 
 def test_an_unknown_architecture_is_named_with_what_is_supported(tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedModelError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3, phi3, olmo2"
+        UnsupportedModelError, match=r"'mamba'.*llama, qwen2, qwen3, gemma2, gemma3, phi3, olmo2"
     ):
         map_model(read_gguf(written(tmp_path, "mamba")))
 

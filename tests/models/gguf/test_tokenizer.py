@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_eos_is_added_when_the_file_says_so() -> None:
 
 
 def test_unknown_kinds_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'viking'.*smollm"):
+    with pytest.raises(UnsupportedModelError, match=r"pre-tokenizer 'viking'.*smollm"):
         map_tokenizer(byte_level("viking"), 1000)
     with pytest.raises(UnsupportedModelError, match=r"no tokenizer\.ggml\.pre"):
         map_tokenizer(byte_level(None), 1000)
@@ -213,7 +214,7 @@ class SentencePieceOracle:
             best = max(
                 (
                     (self.scores[a + b], -i)
-                    for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
+                    for i, (a, b) in enumerate(pairwise(symbols))
                     if a + b in self.scores
                 ),
                 default=None,
