@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import nodes
 from jinja2.runtime import Context, Undefined
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from headrace.text.jinja_env import ChatEnvironment, _PublicNamespace, _raise_exception, _strftime_now, to_json
+from headrace.text.jinja_env import ChatEnvironment, PublicNamespace, raise_exception, strftime_now
 
 BASE_BUDGET = 500_000
 BUDGET_PER_CHARACTER = 48
@@ -42,13 +42,13 @@ _TESTS = (
     "defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "integer", "float",
     "boolean", "true", "false", "odd", "even", "eq", "equalto", "==", "ne", "!=", "in",
 )  # fmt: skip
-_METHODS = {
+_METHODS: dict[type, set[str]] = {
     str: {"strip", "lstrip", "rstrip", "split", "rsplit", "startswith", "endswith", "lower", "upper", "title",
           "capitalize", "find", "index", "replace", "removeprefix", "removesuffix"},
     dict: {"get", "items", "keys", "values"},
     list: {"index", "count"},
 }  # fmt: skip
-_FUNCTIONS = (_raise_exception, _strftime_now, _PublicNamespace)
+_FUNCTIONS = (raise_exception, strftime_now, PublicNamespace)
 _SCALARS = (int, float, bool, type(None), Undefined)
 
 
@@ -87,12 +87,13 @@ class _MeteredEnvironment(ChatEnvironment):
     def __init__(self) -> None:
         self.meter = _Meter()
         super().__init__(finalize=self._finalize)
-        filters: dict[str, Callable[..., Any]] = {name: _refuse for name in self.filters}
+        filters: dict[str, Callable[..., Any]] = dict.fromkeys(self.filters, _refuse)
         filters.update({name: self._metered_filter(name, self.filters[name]) for name in _FILTERS})
         filters.update(_loop=self._loop, _measure=self._measure)
         self.filters = filters
         self.tests = {
-            name: self._metered_test(test) if name in _TESTS else _refuse for name, test in self.tests.items()
+            name: self._metered_test(cast("Callable[..., Any]", test)) if name in _TESTS else _refuse
+            for name, test in self.tests.items()
         }
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -111,9 +112,9 @@ class _MeteredEnvironment(ChatEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
             self.meter.charge(_STEP)
-        elif operator == "+" and type(left) is type(right) and type(left) in (str, list):
-            self.meter.charge(_STEP + len(left) + len(right))
-        elif isinstance(left, str) and isinstance(right, str) and operator == "+":
+        elif (
+            operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple))
+        ):
             self.meter.charge(_STEP + len(left) + len(right))
         elif operator != "+":
             raise OverBudget  # repetition or formatting: sizes that do not follow from the operands'
@@ -126,7 +127,8 @@ class _MeteredEnvironment(ChatEnvironment):
                 raise OverBudget
             self.meter.charge(_STEP + sum(map(self._size, args)))
         else:
-            if getattr(__obj, "__name__", "") not in _METHODS.get(type(owner), ()):
+            allowed: set[str] = _METHODS.get(type(owner), set())
+            if getattr(__obj, "__name__", "") not in allowed:
                 raise OverBudget
             self.meter.charge(_STEP + (len(owner) if type(owner) is not dict else 0))
             if __obj.__name__ == "replace":
@@ -189,14 +191,14 @@ class _MeteredEnvironment(ChatEnvironment):
             elif not isinstance(given[0], (str, list, dict, tuple, *_SCALARS)):
                 raise OverBudget
             elif name in ("selectattr", "rejectattr", "select", "reject", "map", "list"):
-                self.meter.charge(_ITERATION * (1 + len(given[0]) if hasattr(given[0], "__len__") else 1))
+                self.meter.charge(_ITERATION * _count(given[0]))
             else:
                 self.meter.charge(_STEP + self._size(given[0]))
             if name == "replace":
                 self._charge_replacement(*given[:3])
             elif name == "join":
                 separator = given[1] if len(given) > 1 else kwargs.get("d", "")
-                self.meter.charge(self._size(separator) * (len(given[0]) if hasattr(given[0], "__len__") else 1))
+                self.meter.charge(self._size(separator) * _count(given[0]))
             elif name == "tojson":
                 self._charge_indent(given[0], kwargs.get("indent", given[2] if len(given) > 2 else None))
             result = function(*args, **kwargs)
@@ -234,6 +236,10 @@ class _MeteredEnvironment(ChatEnvironment):
         return metered
 
 
+def _count(value: Any) -> int:
+    return 1 + len(value) if isinstance(value, (str, list, tuple, dict)) else 1
+
+
 @pass_context
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise OverBudget
@@ -261,7 +267,8 @@ class _Metered(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         weight = _ITERATION + sum(
-            len(str(data)) for kind, field in ((nodes.TemplateData, "data"), (nodes.Const, "value"))
+            len(str(data))
+            for kind, field in ((nodes.TemplateData, "data"), (nodes.Const, "value"))
             for found in node.find_all(kind)
             for data in [getattr(found, field)]
         )
@@ -279,12 +286,9 @@ class _Metered(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_filtered(part, "_measure") for part in node.nodes]
+        node.nodes = [_filtered(cast("nodes.Expr", part), "_measure") for part in node.nodes]
         return node
 
 
 def _filtered(value: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
-
-
-__all__ = ["InlineTemplate", "OverBudget", "to_json"]

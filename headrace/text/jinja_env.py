@@ -46,7 +46,7 @@ class _GenerationTag(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class _PublicNamespace(Namespace):
+class PublicNamespace(Namespace):
     """A namespace without underscore names, which lead to the interpreter's own objects."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -74,9 +74,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], **options
         )
         self.filters["tojson"] = to_json
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-        self.globals["namespace"] = _PublicNamespace
+        self.globals["raise_exception"] = raise_exception
+        self.globals["strftime_now"] = strftime_now
+        self.globals["namespace"] = PublicNamespace
 
 
 def to_json(
@@ -92,11 +92,11 @@ def to_json(
     )
 
 
-def _raise_exception(message: Any) -> None:
+def raise_exception(message: Any) -> None:
     raise TemplateComplaint(str(message))
 
 
-def _strftime_now(layout: str) -> str:
+def strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 

@@ -193,11 +193,11 @@ class SegmentCache:
             return True
         # One token of each kind of behaviour, plus the first few; then neighbours that could interact.
         kinds: dict[tuple[bool, ...], str] = {}
-        for _, token in self._added:
-            if token.content and boundaries.fullmatch(token.content):
-                kinds.setdefault((token.special, token.lstrip, token.rstrip), token.content)
+        for _, added in self._added:
+            if added.content and boundaries.fullmatch(added.content):
+                kinds.setdefault((added.special, added.lstrip, added.rstrip), added.content)
         tokens = [*kinds.values(), *self.specials[:4]]
-        others = [token.content for _, token in self._added if not token.special][:4]
+        others = [added.content for _, added in self._added if not added.special][:4]
         probes = []
         for token in tokens:
             for other in ("a", " a ", "\n", "  \n\n ", "\t", "é▁x", "字", "1", *tokens[:2], *others):
@@ -251,7 +251,7 @@ def _safe_boundaries(added: list[Any]) -> list[str]:
 
 
 def _swallowing(others: set[str], chosen: set[str]) -> set[str]:
-    """Those of ``others`` whose match can begin before, or reach beyond, a match in ``chosen`` it shares text with."""
+    """Those of ``others`` that can match instead of one of ``chosen``: beginning earlier or going on longer."""
     beginnings = {text[:end] for text in chosen for end in range(1, len(text) + 1)}
     longest = max(map(len, chosen))
     return {
@@ -300,14 +300,16 @@ def _variant(tokenizer: tokenizers.Tokenizer, pre_tokenizer: Any) -> tokenizers.
     elif tokenizer.pre_tokenizer is not None:
         variant.pre_tokenizer = tokenizer.pre_tokenizer
     added = sorted(tokenizer.get_added_tokens_decoder().items())
-    for _, token in added:
-        (variant.add_special_tokens if token.special else variant.add_tokens)([token])
-    if sorted((i, t.content) for i, t in variant.get_added_tokens_decoder().items()) != [
-        (token_id, token.content) for token_id, token in added
-    ]:
+    variant.add_tokens([token for _, token in added])  # all at once: each call rebuilds the search
+    if _ids_of(variant) != _ids_of(tokenizer):
         # Ids with gaps cannot be added one after the other: take the long way.
         whole = msgspec.json.decode(tokenizer.to_str())
         if pre_tokenizer is not None:
             whole["pre_tokenizer"] = pre_tokenizer
         variant = tokenizers.Tokenizer.from_str(msgspec.json.encode(whole).decode())
     return variant
+
+
+def _ids_of(tokenizer: tokenizers.Tokenizer) -> dict[int, tuple[str, bool]]:
+    added = tokenizer.get_added_tokens_decoder()
+    return {token_id: (token.content, token.special) for token_id, token in added.items()}

@@ -164,7 +164,7 @@ class TextStream:
         self._tail = self._tail[:length]
         self._emit(delta, length)
         if delta.logprobs is not None and self._pending:
-            # Tokens without text (skipped special ones) at the very end are still the answer's, unless cut off.
+            # Tokens without text at the very end are still the answer's, unless they were cut off.
             if not isinstance(stop, str):
                 delta.logprobs += self._pending
             self._pending = []

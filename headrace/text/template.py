@@ -28,8 +28,8 @@ class ChatTemplate:
     """One template, ready to render. Thread-safe; ``render`` may block for up to ``timeout`` seconds.
 
     ``variables`` are always there (bos_token and the like); ``specials`` the texts of special tokens, and
-    ``special_pattern`` finds them; ``origin`` is where the template comes from, for errors; ``given`` says that a user chose it. Raises
-    UsageError (``given``) or CorruptFileError when it is not a template.
+    ``special_pattern`` finds them; ``origin`` is where the template comes from, for errors; ``given`` says
+    that a user chose it. Raises UsageError (``given``) or CorruptFileError when it is not a template.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ChatTemplate:
         self._inline: InlineTemplate | None = None
         self._process: TemplateProcess | None = None
         failure: type[StartupError] = UsageError if given else CorruptFileError
-        hint = "give another one with --chat-template" if not given else "correct the file, or leave the flag out"
+        hint = "correct the file, or leave the flag out" if given else "give another one with --chat-template"
         try:
             if len(source) > MAX_TEMPLATE_CHARACTERS:
                 raise jinja2.TemplateError(f"it has more than {MAX_TEMPLATE_CHARACTERS} characters")
@@ -248,8 +248,8 @@ def _cut_end(text: str, end: str) -> str:
             param="continue_final_message",
         )
     # A template that trims has taken the blank after the mark: trim what is before it likewise.
-    kept = text[:position]
-    return kept if text[position + 1 : position + 2] == " " else kept.rstrip()
+    kept = text[:position] if text[position + 1 : position + 2] == " " else text[:position].rstrip()
+    return kept.replace(end + " ", "").replace(end, "")
 
 
 def _part_text(part: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from headrace.text.vocabulary import Vocabulary
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "tiktoken.model", "tekken.json")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class _Parts(msgspec.Struct):
@@ -229,14 +233,10 @@ class Tokenizer:
     def _added_around(self, config: Mapping[str, Any]) -> tuple[array[int], array[int]] | None:
         """Ids put before and after a prompt; None when they depend on the text."""
         frames = set()
-        for probe in ("", "a", "b c"):
+        for probe in ("a", "b c", "1"):
             plain = self._backend.encode(probe, add_special_tokens=False).ids
             full = self._backend.encode(probe, add_special_tokens=True).ids
-            if not plain:
-                plain, full = [-1], [*full, -1] if not full else full
             starts = [i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain]
-            if plain == [-1]:
-                continue
             if len(starts) != 1:
                 return None
             frames.add((tuple(full[: starts[0]]), tuple(full[starts[0] + len(plain) :])))
@@ -315,21 +315,23 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named
     """Adds the tokens that the configuration names and tokenizer.json lacks, as Transformers does."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")
-    for token_id, entry in sorted((listed if isinstance(listed, dict) else {}).items()):
+    items = listed.items() if isinstance(listed, dict) else ()
+    entries = [(int(token_id), entry) for token_id, entry in items if str(token_id).isdecimal()]
+    next_id = backend.get_vocab_size(with_added_tokens=True)
+    missing = []
+    for token_id, entry in sorted(entries, key=itemgetter(0)):
         content = _token_text(entry)
         if content is None or content in known or not isinstance(entry, dict):
             continue
-        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-        expected = backend.token_to_id(content)
-        if expected is None:
-            expected = backend.get_vocab_size(with_added_tokens=True)
-        if str(expected) != str(token_id):
-            continue
-        special = bool(entry.get("special"))
-        token = tokenizers.AddedToken(content, special=special, **flags)
-        (backend.add_special_tokens if special else backend.add_tokens)([token])
+        own = backend.token_to_id(content)
+        if token_id != (next_id if own is None else own):
+            continue  # the two files disagree; the tokenizer's own decides
+        next_id += own is None
+        flags = {name: bool(entry.get(name)) for name in _TOKEN_FLAGS}
+        missing.append(tokenizers.AddedToken(content, **flags))
         known.add(content)
     for content in named:
         if content not in known and backend.token_to_id(content) is not None:
-            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
+            missing.append(tokenizers.AddedToken(content, special=True, normalized=False))
             known.add(content)
+    backend.add_tokens(missing)  # all at once: each call rebuilds the search

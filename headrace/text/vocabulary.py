@@ -33,10 +33,9 @@ class Vocabulary:
         if self.byte_fallback:
             spellings = (tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256))
             self.byte_ids = frozenset(token_id for token_id in spellings if token_id is not None)
-        self.exact = self._byte_level or (
-            self._replacements is not None and set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-        )
-        self.exact = self.exact and self._probe()
+        known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+        tabular = self._byte_level or (self._replacements is not None and set(steps) <= known)
+        self.exact = tabular and self._probe()
 
     def token(self, token_id: int) -> str:
         """The vocabulary's own spelling; "" for an id it does not have."""

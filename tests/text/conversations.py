@@ -50,7 +50,9 @@ def random_text(random: Random, extra: list[str]) -> str:
     return "".join(pieces)
 
 
-def growing_conversations(random: Random, count: int, specials: list[str]) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+def growing_conversations(
+    random: Random, count: int, specials: list[str]
+) -> Iterator[tuple[list[dict[str, Any]], bool]]:
     """Each conversation turn by turn: (messages so far, whether special-token text is in them)."""
     broken = [text[:-1] for text in specials] + [text[1:] for text in specials]
     for _ in range(count):

@@ -19,7 +19,9 @@ TURNS = {"gemma-3-270m": ("<start_of_turn>", "<end_of_turn>")}
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tokenizer]:
+def real(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Tokenizer]:
     name = request.param
     folder = tokenizer_folder(name, tmp_path_factory.mktemp("models") / name)
     return name, folder, Tokenizer.from_folder(folder, GEMMA_TEMPLATE if name in TURNS else None)
@@ -54,7 +56,9 @@ def test_cached_equals_full_on_random_conversations(real: tuple[str, Path, Token
 
 def test_next_turn_computes_only_what_is_new(real: tuple[str, Path, Tokenizer]) -> None:
     _, _, tokenizer = real
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}: " + "word " * 50} for i in range(40)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": f"turn {i}: " + "word " * 50} for i in range(40)
+    ]
     tokenizer.encode_chat(messages)
     misses = tokenizer.segments.misses
     messages.append({"role": "user", "content": "and now something new"})

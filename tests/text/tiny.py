@@ -21,7 +21,9 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SPECIALS = [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>", "<s>")]
+SPECIALS = [
+    AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>", "<s>")
+]
 
 
 def byte_level(added: list[AddedToken] | None = None, *, add_prefix_space: bool = False) -> Backend:
@@ -74,7 +76,9 @@ def unigram(added: list[AddedToken] | None = None) -> Backend:
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
-    trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
     return _train(backend, trainer, added)
 
 
@@ -87,7 +91,10 @@ def with_bos(backend: Backend, token: str = "<s>") -> Backend:
 
 
 def write(
-    folder: Path, backend: Backend, config: dict[str, Any] | None = None, generation: dict[str, Any] | None = None
+    folder: Path,
+    backend: Backend,
+    config: dict[str, Any] | None = None,
+    generation: dict[str, Any] | None = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
