@@ -133,8 +133,8 @@ def _measure_engines(model: Model, plan: Plan, measured: Measurements) -> None:
                     rng = random.Random(f"{model.name} {side} {scenario.name} {repeat}")
                     with measured.failures(side, ChildError, subprocess.SubprocessError):
                         measured.add(side, scenario.name, contender.measure(scenario, rng))
-                        continue
-                    contenders.pop(side).close()
+                    if side in measured.why:
+                        contenders.pop(side).close()
             _say(f"{model.name}: repetition {repeat + 1} of {plan.repeats}")
         for side, contender in contenders.items():
             measured.add(side, "memory", contender.peak_memory() / 2**30)
@@ -178,8 +178,8 @@ def _measure_servers(model: Model, plan: Plan, measured: Measurements) -> None:
                     for metric, value in _serve_once(server, side, model, rng).items():
                         measured.add(side, metric, value)
                     server.pause()
-                    continue
-                servers.pop(side).close()
+                if f"{side} server" in measured.why:
+                    servers.pop(side).close()
         for side, server in servers.items():
             measured.add(side, "http.ready", server.spawn_seconds)
             measured.add(side, "http.memory", server.peak_memory() / 2**30)

@@ -120,9 +120,9 @@ def _roof(model: Model, metric: str, roofs: dict[str, Any]) -> tuple[float, str]
     """Tokens per second if only reading the weights (decode) or only multiplying (prefill) took time."""
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == metric)
     if scenario.kind == "decode":
-        rate = roofs["stream"][str(model.weights_bytes)] / model.weights_bytes * scenario.num_sequences
+        rate = float(roofs["stream"][str(model.weights_bytes)]) / model.weights_bytes * scenario.num_sequences
         return rate, "stream of the weights"
-    return roofs["gemm_bf16"] / prefill_flops_per_token(model, scenario.num_tokens), "bf16 GEMM"
+    return float(roofs["gemm_bf16"]) / prefill_flops_per_token(model, scenario.num_tokens), "bf16 GEMM"
 
 
 def prefill_flops_per_token(model: Model, num_tokens: int) -> float:
@@ -142,7 +142,7 @@ def prefill_flops_per_token(model: Model, num_tokens: int) -> float:
         _mean_keys(num_tokens, window if kind == "sliding_attention" else num_tokens) for kind in kinds
     )
     head = 2 * hidden * config["vocab_size"] / num_tokens
-    return 2.0 * layers * (attention + mlp) + 4.0 * heads * head_dim * keys + head
+    return float(2 * layers * (attention + mlp) + 4 * heads * head_dim * keys + head)
 
 
 def _mean_keys(num_tokens: int, window: int) -> float:

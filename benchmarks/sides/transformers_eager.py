@@ -23,7 +23,7 @@ class TransformersSide:
         began = time.perf_counter()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         self._model.eval()
-        self.weights_seconds = time.perf_counter() - began
+        self.weights_seconds: float | None = time.perf_counter() - began
         self.notes = f"attention {self._model.config._attn_implementation}"
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def gemm_rate(dtype: torch.dtype, threads: int, *, seconds: float = 1.0) -> floa
     for rows, inner, columns in _GEMM_SHAPES:
         left = torch.randn(rows, inner).to(dtype)
         right = torch.randn(columns, inner).to(dtype).t()
-        taken = _best_time(lambda left=left, right=right: left @ right, seconds / len(_GEMM_SHAPES))
+        taken = _best_time(partial(torch.mm, left, right), seconds / len(_GEMM_SHAPES))
         best = max(best, 2.0 * rows * inner * columns / taken)
     torch.set_num_threads(previous)
     return best

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.bench.gaps import gaps_between, gaps_within, longest_after
+from headrace.bench.metrics import (
+    RequestTrace,
+    goodput,
+    interquartile_range,
+    latency_summaries,
+    median,
+    output_throughput,
+    percentile,
+    summarise,
+)
+
+FINITE = st.floats(min_value=-1e6, max_value=1e6, allow_nan=False)
+
+
+@given(st.lists(FINITE, min_size=1, max_size=60), st.floats(min_value=0, max_value=100))
+def test_percentile_is_numpys_linear_one(values: list[float], q: float) -> None:
+    assert percentile(values, q) == pytest.approx(float(np.percentile(values, q)), rel=1e-9, abs=1e-6)
+
+
+@given(st.lists(FINITE, min_size=1, max_size=60))
+def test_median_and_spread(values: list[float]) -> None:
+    assert median(values) == pytest.approx(statistics.median(values), rel=1e-9, abs=1e-6)
+    quartiles = np.percentile(values, [25, 75])
+    assert interquartile_range(values) == pytest.approx(quartiles[1] - quartiles[0], rel=1e-9, abs=1e-6)
+
+
+def test_nothing_has_no_percentile() -> None:
+    assert math.isnan(percentile([], 50))
+    assert summarise([math.nan]).count == 0
+
+
+def trace(sent: float, times: list[float], tokens: int, error: str | None = None) -> RequestTrace:
+    return RequestTrace(
+        sent=sent, text_times=times, finished=times[-1] if times else sent, output_tokens=tokens, error=error
+    )
+
+
+def test_definitions_on_one_request() -> None:
+    # Sent at 10, text at 12, 13, 15; six tokens in three pieces.
+    one = trace(10.0, [12.0, 13.0, 15.0], 6)
+    assert one.ttft == 2.0
+    assert one.e2el == 5.0
+    assert one.tpot == pytest.approx((5.0 - 2.0) / 5)
+    assert one.itls == [1.0, 2.0]
+
+
+def test_one_token_has_no_time_per_further_token() -> None:
+    assert math.isnan(trace(0.0, [1.0], 1).tpot)
+    assert summarise([trace(0.0, [1.0], 1).tpot, 3.0]).mean == 3.0
+
+
+def test_summaries_against_a_naive_oracle() -> None:
+    rng = random.Random(0)
+    traces = []
+    for _ in range(50):
+        sent = rng.uniform(0, 10)
+        times = sorted(sent + rng.uniform(0.01, 5) for _ in range(rng.randrange(1, 20)))
+        traces.append(trace(sent, times, len(times)))
+    failed = trace(0.0, [1000.0, 2000.0], 2, error="boom")
+    found = latency_summaries([*traces, failed])
+    gaps = [b - a for t in traces for a, b in zip(t.text_times, t.text_times[1:], strict=False)]
+    assert found["ITL"].count == len(gaps)
+    assert found["ITL"].p99 == pytest.approx(float(np.percentile(gaps, 99)))
+    assert found["ITL"].maximum == max(gaps)
+    assert found["TTFT"].mean == pytest.approx(np.mean([t.text_times[0] - t.sent for t in traces]))
+    assert found["E2EL"].median == pytest.approx(np.median([t.text_times[-1] - t.sent for t in traces]))
+    assert list(found) == ["TTFT", "TPOT", "ITL", "E2EL"]
+
+
+def test_throughput_spans_first_send_to_last_end() -> None:
+    assert output_throughput([trace(1.0, [2.0], 10), trace(2.0, [6.0], 20)]) == pytest.approx(30 / 5)
+    assert math.isnan(output_throughput([trace(0.0, [1.0], 3, error="boom")]))
+
+
+def test_goodput_counts_what_met_every_target() -> None:
+    quick, slow, single = trace(0, [0.1, 0.2], 2), trace(0, [5.0, 9.0], 2), trace(0, [0.1], 1)
+    failed = trace(0, [0.1, 0.2], 2, error="boom")
+    assert goodput([quick, slow, single, failed], 2.0, ttft=1.0, tpot=0.5) == 1.0
+    assert goodput([quick, slow, failed], 1.0) == 2.0
+
+
+def test_gaps_inside_a_window_are_cut_at_its_end() -> None:
+    times = [0.0, 1.0, 2.0, 2.5, 9.0]
+    assert gaps_between(times) == [1.0, 1.0, 0.5, 6.5]
+    # [1, 2] and [2, 2.5] overlap [1.5, 3]; [2.5, 9] is cut at 3.
+    assert gaps_within(times, 1.5, 3.0) == [1.0, 0.5, 0.5]
+    # A stream that went silent still has a gap: until the window's end.
+    assert gaps_within([0.0, 1.0], 5.0, 7.0) == [6.0]
+    assert longest_after(times, 2.2) == 6.5
+    assert longest_after(times, 9.0) == 0.0
