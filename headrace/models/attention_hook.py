@@ -189,7 +189,7 @@ class MaskRule:
 
 def telling_mask(**arguments: Any) -> Tensor:
     """The eager mask of Transformers with the rule behind it attached; the signature is Transformers'."""
-    mask: Tensor = eager_mask(**arguments)
+    mask: Tensor = eager_mask(**{**arguments, "allow_is_bidirectional_skip": False})
     setattr(mask, _RULE, read_rule(arguments["mask_function"], arguments.get("local_size")))
     return mask
 
