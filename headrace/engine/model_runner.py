@@ -7,6 +7,7 @@ hidden (tokens, H)  │ every row that samples its entry's next token ─► log
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from headrace.engine.logprobs import PromptLogprobs
 from headrace.engine.sampler import SampledBatch, Sampler
 from headrace.engine.scheduler import Entry, Schedule
+from headrace.engine.sequence import Sequence
 from headrace.kernels.batch import AttentionBatch, BatchEntry
 from headrace.kernels.cache import LayerKV
 from headrace.models.causal_lm import CausalLM
@@ -23,6 +25,7 @@ from headrace.models.causal_lm import CausalLM
 # Logits are made for so many bytes' worth of rows at a time: a large vocabulary must not cost gigabytes.
 _SAMPLE_LOGITS_BYTES = 256 * 1024**2
 _PROMPT_LOGITS_BYTES = 64 * 1024**2
+_LONG_TABLE = 64
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,8 @@ class ModelRunner:
         entries = schedule.entries
         batch = AttentionBatch.build(
             [
-                BatchEntry(
-                    entry.sequence.num_computed_tokens, entry.num_new_tokens, entry.sequence.block_table
-                )
-                for entry in entries
+                BatchEntry(sequence.num_computed_tokens, num_new_tokens, self._block_table(sequence))
+                for sequence, num_new_tokens, _ in entries
             ],
             self._block_size,
             self._device,
@@ -92,7 +93,7 @@ class ModelRunner:
             for entry in schedule.entries[:num_decodes]
         ]
         if num_decodes == len(schedule.entries):
-            return torch.tensor(ids, dtype=torch.int64, device=self._device)
+            return torch.from_numpy(np.array(ids, dtype=np.int64)).to(self._device)
         parts = [np.array(ids, dtype=np.int64)]
         for entry in schedule.entries[num_decodes:]:
             start = entry.sequence.num_computed_tokens
@@ -100,6 +101,19 @@ class ModelRunner:
                 np.array(entry.sequence.tokens[start : start + entry.num_new_tokens], dtype=np.int64)
             )
         return torch.from_numpy(np.concatenate(parts)).to(self._device)
+
+    def _block_table(self, sequence: Sequence) -> list[int] | array[int]:
+        """The sequence's blocks; a long table as an array kept from step to step, since a list of
+        thousands would be converted anew for every token."""
+        table = sequence.block_table
+        if len(table) < _LONG_TABLE:
+            return table
+        row = self.sampler.row(sequence)
+        if row.num_preemptions != sequence.num_preemptions:
+            row.num_preemptions, row.blocks = sequence.num_preemptions, array("q")
+        if len(row.blocks) < len(table):
+            row.blocks.extend(table[len(row.blocks) :])
+        return row.blocks
 
     def _sample(self, entries: list[Entry], hidden: Tensor) -> SampledBatch:
         if len(entries) == hidden.shape[0] and all(entry.samples for entry in entries):

@@ -13,8 +13,9 @@ and the draw inverts the cumulative distribution in order of token ids: neither 
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from headrace.engine.sequence import Sequence
 
 # Below this temperature a draw is an arg max in all but name, and the division would overflow.
 GREEDY_TEMPERATURE = 1e-5
-# Cuts are looked for among so many best tokens first, then among all.
-_CANDIDATES = 1024
+# Cuts are looked for among so many best tokens, then among all: a sort of the vocabulary is dear.
+_CANDIDATES = (64, 1024)
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Sampler:
 
 
 class SamplingRow:
-    """What one sequence's sampling parameters come to, and what is gathered for it on the way."""
+    """What one sequence's sampling parameters come to, and what the engine keeps for it between steps."""
 
     def __init__(self, sequence: Sequence, eos_token_ids: list[int]) -> None:
         params = self.params = sequence.sampling
@@ -127,6 +128,8 @@ class SamplingRow:
         )
         self.counts: TokenCounts | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.blocks: array[int] = array("q")  # a long block table, as of ``num_preemptions``
+        self.num_preemptions = 0
         bias = params.logit_bias or {}
         self.bias_ids = np.array(list(bias.keys()), dtype=np.int64)
         self.bias_values = np.array(list(bias.values()), dtype=np.float32)
@@ -208,68 +211,98 @@ def draw(values: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
         floor = values.amax(dim=-1, keepdim=True) + _column(values, log_min_p)
         values.masked_fill_(values < floor, -math.inf)
     probs = values.softmax(dim=-1)
-    truncated = [i for i, p in enumerate(params) if p.top_p < 1 or 0 < p.top_k < values.shape[1]]
-    if truncated:
-        threshold = torch.full((len(params),), -math.inf, device=values.device)
-        some = [params[i] for i in truncated]
-        if len(truncated) == len(params):
-            threshold = _thresholds(values, probs, some)
-        else:
-            index = torch.tensor(truncated, device=values.device)
-            threshold[index] = _thresholds(values[index], probs[index], some)
-        probs.masked_fill_(values < threshold.unsqueeze(1), 0.0)
-    # Summed in float64: over 262,144 tokens float32 would misplace single tokens by a percent.
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    point = torch.minimum(_column(cdf, uniforms) * total, below_total)
-    token_ids = torch.searchsorted(cdf, point, right=True)
-    valid = total > 0
-    both = torch.cat([token_ids.masked_fill(~valid, 0), valid.long()], dim=1).tolist()
-    return SampledBatch(
-        [token for token, _ in both], invalid=[i for i, (_, good) in enumerate(both) if not good]
-    )
-
-
-def _thresholds(values: Tensor, probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The smallest logit that top_k and then top_p leave in, per row: (rows,)."""
     vocab = values.shape[1]
-    top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    top_p = [p.top_p for p in params]
-    size = min(_CANDIDATES, vocab)
-    best, index = values.topk(size, dim=-1)
-    threshold, found = _cut(best, probs.gather(-1, index), top_k, top_p, vocab, is_all=size == vocab)
-    for i in (~found).nonzero().flatten().tolist():
-        # Tokens this unlikely have less than 1 - top_p together: the nucleus does without them.
-        least = (1.0 - top_p[i]) / vocab if top_k[i] == vocab else 0.0
-        likely = ~(probs[i] < least)  # keeps a row of NaN whole
-        ordered = _descending(values[i][likely]), _descending(probs[i][likely])
-        threshold[i] = _cut(*ordered, top_k[i : i + 1], top_p[i : i + 1], vocab, is_all=True)[0][0]
-    return threshold
+    cuts = [_Cut(p.top_k if 0 < p.top_k < vocab else vocab, p.top_p) for p in params]
+    batch = SampledBatch([0] * len(params))
+    truncated = [i for i, cut in enumerate(cuts) if cut.top_p < 1 or cut.top_k < vocab]
+    for size in _CANDIDATES:
+        if truncated and size < vocab:
+            truncated = _draw_from_best(size, truncated, values, probs, cuts, uniforms, batch)
+    for i in truncated:
+        probs[i].masked_fill_(values[i] < _threshold(values[i], probs[i], cuts[i]), 0.0)
+    decided = {i for i, cut in enumerate(cuts) if cut.top_p < 1 or cut.top_k < vocab} - set(truncated)
+    rest = [i for i in range(len(params)) if i not in decided]
+    if rest:
+        chosen = probs if len(rest) == len(params) else probs[torch.tensor(rest, device=probs.device)]
+        picked = _pick(chosen, [uniforms[i] for i in rest]).tolist()
+        for i, token in zip(rest, picked, strict=True):
+            batch.token_ids[i] = max(token, 0)
+            if token < 0:
+                batch.invalid.append(i)
+    return batch
 
 
-def _cut(
-    best: Tensor, probs: Tensor, top_k: list[int], top_p: list[float], vocab: int, *, is_all: bool
-) -> tuple[Tensor, Tensor]:
-    """Thresholds (rows,) from descending logits and their probabilities (rows, size), and whether they
-    are certain: unless ``is_all``, a cut may lie beyond what is seen. ``top_k`` of ``vocab`` is no limit."""
+class _Cut(NamedTuple):
+    """Where one row is truncated; ``top_k`` of the vocabulary's size and ``top_p`` 1 cut nothing."""
+
+    top_k: int
+    top_p: float
+
+
+def _draw_from_best(
+    size: int,
+    rows: list[int],
+    values: Tensor,
+    probs: Tensor,
+    cuts: list[_Cut],
+    uniforms: list[float],
+    batch: SampledBatch,
+) -> list[int]:
+    """Draws for those of ``rows`` whose every token that may be drawn is among the ``size`` most likely;
+    returns the others."""
+    if len(rows) < len(cuts):
+        index = torch.tensor(rows, device=values.device)
+        values, probs = values[index], probs[index]
+    vocab = values.shape[1]
+    best, ids = values.topk(size, dim=-1)
+    best_probs = probs.gather(-1, ids)
+    threshold = _thresholds(best, best_probs, [cuts[i] for i in rows], vocab)
+    # Otherwise tokens that we do not see may tie with the last one that stays in.
+    certain = (best[:, -1] < threshold).tolist()
+    by_id = ids.argsort(dim=-1)
+    kept = best_probs.masked_fill(best < threshold.unsqueeze(1), 0.0).gather(-1, by_id)
+    place = _pick(kept, [uniforms[i] for i in rows]).clamp_(min=0).unsqueeze(1)
+    tokens = ids.gather(-1, by_id.gather(-1, place)).flatten().tolist()
+    for i, token, is_certain in zip(rows, tokens, certain, strict=True):
+        if is_certain:
+            batch.token_ids[i] = token
+    return [i for i, is_certain in zip(rows, certain, strict=True) if not is_certain]
+
+
+def _thresholds(best: Tensor, probs: Tensor, cuts: list[_Cut], vocab: int) -> Tensor:
+    """The smallest logit that stays in after top_k and then top_p, (rows,), from descending logits and
+    their probabilities (rows, size); -inf where the cut lies beyond them. What ties with it stays in."""
     size = best.shape[1]
-    last_k = torch.tensor([min(k, size) - 1 for k in top_k], device=best.device).unsqueeze(1)
-    limited = torch.tensor([k < vocab for k in top_k], device=best.device)
-    wants_p = torch.tensor([p < 1 for p in top_p], device=best.device)
-    floor = best.gather(-1, last_k)  # (rows, 1): the k-th largest; what ties with it stays in
+    limited = torch.tensor([cut.top_k < vocab for cut in cuts], device=best.device).unsqueeze(1)
+    last_k = torch.tensor([min(cut.top_k, size) - 1 for cut in cuts], device=best.device).unsqueeze(1)
+    floor = best.gather(-1, last_k)  # (rows, 1): the k-th largest
     cdf = torch.where(best >= floor, probs, 0.0).cumsum(dim=-1, dtype=torch.float64)
-    whole = torch.where(limited.unsqueeze(1), cdf[:, -1:], 1.0)
-    mass = _column(cdf, top_p) * whole
-    last = torch.searchsorted(cdf, mass).clamp_(max=size - 1)  # the first place where the mass is reached
-    nucleus = best.gather(-1, last)
-    threshold = torch.where(wants_p.unsqueeze(1), torch.maximum(nucleus, floor), floor).squeeze(1)
-    if is_all:
-        return threshold, torch.ones_like(limited)
-    seen_k = torch.tensor([k <= size for k in top_k], device=best.device)
-    ties_seen = best[:, -1] < floor.squeeze(1)
-    reached = cdf[:, -1] >= mass.squeeze(1)
-    return threshold, torch.where(limited, seen_k & (ties_seen | ~wants_p), reached)
+    mass = _column(cdf, [cut.top_p for cut in cuts]) * torch.where(limited, cdf[:, -1:], 1.0)
+    last = torch.searchsorted(cdf, mass)  # the first place where the mass is reached
+    nucleus = best.gather(-1, last.clamp(max=size - 1))
+    wants_p = torch.tensor([cut.top_p < 1 for cut in cuts], device=best.device).unsqueeze(1)
+    threshold = torch.where(wants_p, torch.maximum(nucleus, floor), floor)
+    beyond = torch.tensor([size < cut.top_k < vocab for cut in cuts], device=best.device).unsqueeze(1)
+    beyond |= ~limited & (last >= size)
+    return threshold.masked_fill(beyond, -math.inf).squeeze(1)
+
+
+def _threshold(values: Tensor, probs: Tensor, cut: _Cut) -> Tensor:
+    """The same for one row, (vocab,), from all its tokens that matter."""
+    vocab = values.shape[0]
+    # Tokens this unlikely have less than 1 - top_p together: the nucleus does without them.
+    least = (1.0 - cut.top_p) / vocab if cut.top_k == vocab else 0.0
+    likely = ~(probs < least)  # keeps a row of NaN whole
+    return _thresholds(_descending(values[likely]), _descending(probs[likely]), [cut], vocab)[0]
+
+
+def _pick(weights: Tensor, uniforms: list[float]) -> Tensor:
+    """Inverts each row's cumulative distribution: (rows,) columns, -1 for a row without any weight."""
+    # Summed in float64: over 262,144 tokens float32 would misplace single tokens by a percent.
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    point = torch.minimum(_column(cdf, uniforms) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, point, right=True).masked_fill_(~(total > 0), -1).squeeze(1)
 
 
 def _descending(row: Tensor) -> Tensor:
