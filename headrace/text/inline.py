@@ -273,7 +273,7 @@ class _Metered(NodeTransformer):
             for data in [getattr(found, field)]
         )
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "_loop", nodes.Const(weight))
+        node.iter = _filtered(cast("nodes.Expr", node.iter), "_loop", nodes.Const(weight))
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
@@ -286,7 +286,7 @@ class _Metered(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_filtered(cast("nodes.Expr", part), "_measure") for part in node.nodes]
+        node.nodes = [_filtered(part, "_measure") for part in node.nodes]
         return node
 
 

@@ -251,7 +251,7 @@ def _safe_boundaries(added: list[Any]) -> list[str]:
 
 
 def _swallowing(others: set[str], chosen: set[str]) -> set[str]:
-    """Those of ``others`` that can match instead of one of ``chosen``: beginning earlier or going on longer."""
+    """Those of ``others`` that can match in place of one of ``chosen``, beginning earlier or ending later."""
     beginnings = {text[:end] for text in chosen for end in range(1, len(text) + 1)}
     longest = max(map(len, chosen))
     return {

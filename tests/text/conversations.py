@@ -15,15 +15,17 @@ from headrace.models.gguf.tokenizer import map_tokenizer
 from headrace.models.packages import SHORT_NAMES, package_file
 
 GEMMA_TEMPLATE = """{{ bos_token }}{% for message in messages %}{% set role = 'model' if message['role'] == \
-'assistant' else message['role'] %}{{ '<start_of_turn>' + role + '\n' + message['content'] + '<end_of_turn>\n' }}\
+'assistant' else message['role'] %}{{ '<start_of_turn>' + role + '\n' + message['content'] }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
 _PIECES = [
-    "Hello", " world", "the", " a", " I'm", "don't", "x = [1, 2]", "def f():\n    return 0\n", "if (a<b) {", "}",
-    "\t", " ", "  ", "   ", "\n", "\n\n", "\r\n", "    \n", "1", "2024", " 3.14159", "!?", "...", "<", ">", "|", "<|",
-    "|>", "</", "ß", "é", "e\u0301", "naïve", "日本語", "中文字", "한국어", "हिन्दी", "العربية", "🙂", "👩‍👩‍👧‍👦", "🇫🇷",
-    "\u200b", "\u00a0", "\u3000", "\x00", "\x1f", "▁", "Ġ", "<0x0A>", "https://a.b/c?d=e&f=g", "<table>", "<tool_call>",
-    "\ue000", "\ufffd", "a" * 20, "-" * 12, "TitleCaseWord", "snake_case_name", "ÅÄÖ", "ﬁ", "Ω≈ç√", "\U00010348",
+    "Hello", " world", "the", " a", " I'm", "don't", "x = [1, 2]", "def f():\n    return 0\n",
+    "if (a<b) {", "}", "\t", " ", "  ", "   ", "\n", "\n\n", "\r\n", "    \n", "1", "2024",
+    " 3.14159", "!?", "...", "<", ">", "|", "<|", "|>", "</", "ß", "é", "e\u0301", "naïve",
+    "日本語", "中文字", "한국어", "हिन्दी", "العربية", "🙂", "👩‍👩‍👧‍👦", "🇫🇷", "\u200b",
+    "\u00a0", "\u3000", "\x00", "\x1f", "▁", "Ġ", "<0x0A>", "https://a.b/c?d=e&f=g", "<table>",
+    "<tool_call>", "\ue000", "\ufffd", "a" * 20, "-" * 12, "TitleCaseWord", "snake_case_name",
+    "ÅÄÖ", "ﬁ", "Ω≈ç√", "\U00010348",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_pieces_join_to_the_whole(
     tokenizer, backend = loaded
     decoder = tokenizer.detokenizer(skip_special_tokens=skip)
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
-    pieces = [decoder.push(ids[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [decoder.push(ids[start:end]) for start, end in pairwise(edges)]
     joined = "".join(pieces) + decoder.finish()
     assert joined == tokenizer.decode(ids, skip_special_tokens=skip)
     assume(not broken_after_a_character(tokenizer, ids, skip))
@@ -73,9 +74,9 @@ def test_pieces_join_to_the_whole(
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=20))
 def test_no_half_character_is_shown(loaded: tuple[Tokenizer, Backend], text: str) -> None:
-    tokenizer, backend = loaded
+    tokenizer, _ = loaded
     ids = tokenizer.encode(text, add_special_tokens=False)
-    assume("\ufffd" not in text and isinstance(tokenizer.detokenizer(), TableDecoder))
+    assume("\ufffd" not in text)
     decoder = tokenizer.detokenizer(skip_special_tokens=False)
     assert "\ufffd" not in "".join([decoder.push([token_id]) for token_id in ids])
 
@@ -104,6 +105,7 @@ def test_a_continuation_keeps_its_leading_space(tmp_path: Path) -> None:
 def test_byte_fallback_shows_characters_as_they_complete(tmp_path: Path) -> None:
     tokenizer = tiny.load(tmp_path, tiny.sentence_piece(style="gemma"))
     first = tokenizer._backend.token_to_id("<0x00>")
+    assert first is not None
     decoder = tokenizer.detokenizer()
     shown = [decoder.push([first + byte]) for byte in "é字".encode() + b"\xf0\x9f"]
     assert shown == ["", "é", "", "", "字", "", ""]

@@ -32,6 +32,8 @@ def test_cached_equals_full_on_random_conversations(real: tuple[str, Path, Token
     peer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin, end = TURNS.get(name, ("<|im_start|>", "<|im_end|>"))
     begin_id, end_id = peer.token_to_id(begin), peer.token_to_id(end)
+    assert begin_id is not None
+    assert end_id is not None
     specials = [begin, end, "<|endoftext|>", "<bos>", "<eos>", "<|fim_prefix|>"]
     specials = [text for text in specials if text in tokenizer.segments.specials]
     assert tokenizer.segments.splits

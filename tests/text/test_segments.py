@@ -36,25 +36,54 @@ BACKENDS: dict[str, tuple[Callable[[], Backend], bool]] = {
     "metaspace always": (lambda: tiny.sentence_piece(BASIC, prepend_scheme="always"), True),
     "metaspace never": (lambda: tiny.sentence_piece(BASIC, prepend_scheme="never"), True),
     "prepend normalizer": (lambda: tiny.sentence_piece(BASIC, style="prepend"), True),
-    "gemma": (lambda: tiny.sentence_piece([*BASIC, plain("\n\n"), plain("▁▁"), plain("<b>")], style="gemma"), True),
+    "gemma": (
+        lambda: tiny.sentence_piece([*BASIC, plain("\n\n"), plain("▁▁"), plain("<b>")], style="gemma"),
+        True,
+    ),
     "word piece": (lambda: tiny.word_piece(BASIC), True),
     "unigram": (lambda: tiny.unigram(BASIC), True),
-    "rstrip": (lambda: tiny.sentence_piece([special("<|im_start|>", rstrip=True), special("<|im_end|>"), special("<s>")]), True),
-    "lstrip": (lambda: tiny.byte_level([special("<|im_start|>", lstrip=True), special("<|im_end|>", rstrip=True), special("<s>")]), True),
-    "rstrip beside added whitespace": (lambda: tiny.byte_level([special("<|im_start|>", rstrip=True), *BASIC[1:], plain("\n\n")]), False),
-    "plain tokens that overlap": (lambda: tiny.byte_level([*BASIC, plain("b<"), plain("<|im_end|>\n"), plain(">a")]), True),
+    "rstrip": (
+        lambda: tiny.sentence_piece(
+            [special("<|im_start|>", rstrip=True), special("<|im_end|>"), special("<s>")]
+        ),
+        True,
+    ),
+    "lstrip": (
+        lambda: tiny.byte_level(
+            [special("<|im_start|>", lstrip=True), special("<|im_end|>", rstrip=True), special("<s>")]
+        ),
+        True,
+    ),
+    "rstrip beside added whitespace": (
+        lambda: tiny.byte_level([special("<|im_start|>", rstrip=True), *BASIC[1:], plain("\n\n")]),
+        False,
+    ),
+    "plain tokens that overlap": (
+        lambda: tiny.byte_level([*BASIC, plain("b<"), plain("<|im_end|>\n"), plain(">a")]),
+        True,
+    ),
     "nested specials": (lambda: tiny.byte_level([*BASIC, special("<|im_end|>x"), special("x<|im")]), True),
     "single word": (lambda: tiny.byte_level([*BASIC, plain("fox", single_word=True)]), True),
-    "single word beside word edges": (lambda: tiny.byte_level([special("INST"), *BASIC, plain("fox", single_word=True)]), False),
+    "single word beside word edges": (
+        lambda: tiny.byte_level([special("INST"), *BASIC, plain("fox", single_word=True)]),
+        False,
+    ),
     "single word special": (lambda: tiny.byte_level([*BASIC, special("stop", single_word=True)]), True),
-    "normalized special": (lambda: tiny.word_piece([special("<|im_start|>", normalized=True), *BASIC[1:]]), True),
-    "normalized plain": (lambda: tiny.sentence_piece([*BASIC, plain("fox b", normalized=True)], style="prepend"), True),
+    "normalized special": (
+        lambda: tiny.word_piece([special("<|im_start|>", normalized=True), *BASIC[1:]]),
+        True,
+    ),
+    "normalized plain": (
+        lambda: tiny.sentence_piece([*BASIC, plain("fox b", normalized=True)], style="prepend"),
+        True,
+    ),
     "no special tokens": (lambda: tiny.byte_level([plain("<b>")]), False),
-}  # fmt: skip
+}
 PIECES = [
-    "<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x", "<|im", "_end|>", "|>", "INST", "fox", "stop", "fox b", "<b>",
-    "a", "b", "x", " ", "  ", "\n", "\n\n", "\t", "\x1f", "\u00a0", "\u3000", "▁", "▁▁", "é", "字", "🙂", "user\n",
-    "the quick brown", "1234", "<", ">", "A", "<|IM_START|>",
+    "<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x", "<|im", "_end|>", "|>", "INST", "fox",
+    "stop", "fox b", "<b>", "a", "b", "x", " ", "  ", "\n", "\n\n", "\t", "\x1f", "\u00a0",
+    "\u3000", "▁", "▁▁", "é", "字", "🙂", "user\n", "the quick brown", "1234", "<", ">", "A",
+    "<|IM_START|>",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=10).map("".join)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_stop_strings_equal_the_oracle(
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     deltas: list[TextDelta] = []
     shown = ""
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         part = ids[start:end]
         deltas.append(stream.push(part, entries(part) if with_logprobs else None))
         shown += deltas[-1].text

@@ -16,6 +16,7 @@ from tests.text import tiny
 def test_ids_that_end_an_answer_come_from_both_files(tmp_path: Path) -> None:
     backend = tiny.byte_level()
     end, start = backend.token_to_id("<|im_end|>"), backend.token_to_id("<s>")
+    assert end is not None
     config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<s>"}
     tokenizer = Tokenizer.from_folder(tiny.write(tmp_path, backend, config, {"eos_token_id": [start, end]}))
     assert tokenizer.eos_token_ids == (start, end)
