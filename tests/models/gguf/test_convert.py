@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -177,21 +178,28 @@ def test_too_small_a_disk_is_noticed_before_writing(
         converted_folder(source, dtype="bfloat16")
 
 
-def in_process(source: str, results: Any, barrier: Any) -> None:
-    barrier.wait()
-    results.put(str(converted_folder(Path(source), dtype="bfloat16")))
+CONVERT_ON_GO = """
+import sys
+from pathlib import Path
+from headrace.models.gguf.convert import converted_folder
+print("ready", flush=True)
+sys.stdin.readline()
+print(converted_folder(Path(sys.argv[1]), dtype="bfloat16"))
+"""
 
 
 def test_two_processes_at_once_both_end_well(source: Path, cache_home: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    results, barrier = context.Queue(), context.Barrier(2)
-    workers = [context.Process(target=in_process, args=(str(source), results, barrier)) for _ in range(2)]
+    command = [sys.executable, "-c", CONVERT_ON_GO, str(source)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    workers = [subprocess.Popen(command, **pipes) for _ in range(3)]
     for worker in workers:
-        worker.start()
-    folders = {results.get(timeout=60) for _ in workers}
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    folders = {worker.communicate(timeout=60)[0].strip() for worker in workers}
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
     assert len(folders) == 1 and {path.name for path in Path(folders.pop()).iterdir()} == FILES
     assert not left_over(cache_home)
 
