@@ -20,7 +20,7 @@ from headrace.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, To
 
 BIG_BODY_BYTES = 256 * 1024
 MAX_SMALL_FIELD_BYTES = 1024 * 1024
-MAX_TURNS = 65_536
+MAX_TURNS = 16_384
 MAX_OFF_VALUE_BYTES = 64
 
 QUIET = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"})
@@ -87,7 +87,8 @@ class BodyReader(Generic[Body]):
     def read(self, body: bytes) -> tuple[Body, list[str]]:
         """The body and the names of its ignored fields, made printable.
 
-        Raises InvalidRequestError naming what is wrong. Cheap checks on sizes come first, so that a hostile body cannot hold the interpreter for long.
+        Raises InvalidRequestError naming what is wrong. Cheap checks on sizes come first, so that a
+        hostile body cannot hold the interpreter for long.
         """
         try:
             fields = _raw_fields.decode(body)

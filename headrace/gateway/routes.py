@@ -11,8 +11,8 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.core.version import __version__
 from headrace.core.errors import HeadraceError, UnavailableError
+from headrace.core.version import __version__
 from headrace.gateway.errors import encode_error, error_body, error_headers
 from headrace.gateway.openapi import describe
 from headrace.gateway.sse import json_value
