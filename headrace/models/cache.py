@@ -99,6 +99,8 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
+    except BrokenPipeError:  # a progress callback's output went away; no matter of the cache
+        raise
     except OSError as error:
         raise StartupError(
             f"the cache {folder} cannot be written: {error}",

@@ -242,21 +242,21 @@ def _run(command: list[str], requirement: str, scratch: Path, poll: Callable[[],
     """Runs the installer with its temporary files in ``scratch``, where their growth can be seen."""
     environment = os.environ | {"TMPDIR": str(scratch)}
     log = scratch / "log"
-    try:
-        with log.open("wb") as output:
+    with log.open("wb") as output:
+        try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
-            try:
-                while process.poll() is None:
-                    poll()
-                    time.sleep(_POLL_S)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-    except OSError as error:
-        raise ModelNotFoundError(f"{command[0]} cannot be started: {error}") from error
+        except OSError as error:
+            raise ModelNotFoundError(f"{command[0]} cannot be started: {error}") from error
+        try:
+            while process.poll() is None:
+                poll()
+                time.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
     if process.returncode:
         lines = log.read_text("utf-8", "replace").strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
