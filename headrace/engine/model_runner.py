@@ -116,7 +116,9 @@ class ModelRunner:
         return row.blocks
 
     def _sample(self, entries: list[Entry], hidden: Tensor) -> SampledBatch:
-        if len(entries) == hidden.shape[0] and all(entry.samples for entry in entries):
+        if len(entries) == len(hidden) and all(
+            entry.samples and entry.sequence.sampling.prompt_logprobs is None for entry in entries
+        ):
             last_rows = hidden
         else:
             rows = []
