@@ -21,6 +21,8 @@ from headrace.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, To
 BIG_BODY_BYTES = 256 * 1024
 MAX_SMALL_FIELD_BYTES = 1024 * 1024
 MAX_TURNS = 16_384
+MAX_UNKNOWN_FIELDS = 256
+MAX_TOKENS = 1_048_576
 MAX_OFF_VALUE_BYTES = 64
 
 QUIET = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"})
@@ -93,7 +95,10 @@ class BodyReader(Generic[Body]):
         try:
             fields = _raw_fields.decode(body)
             ignored: list[str] = []
-            for name in fields.keys() - self._supported:
+            others = fields.keys() - self._supported
+            if len(others) > MAX_UNKNOWN_FIELDS:
+                raise InvalidRequestError(f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
+            for name in others:
                 if name in self._unsupported:
                     self._refuse(name, fields[name])
                 elif name not in QUIET:
@@ -116,6 +121,8 @@ class BodyReader(Generic[Body]):
         for name in fields.keys() & self._supported - _BULK:
             if len(memoryview(fields[name])) > MAX_SMALL_FIELD_BYTES:
                 raise InvalidRequestError(f"{name} is longer than {MAX_SMALL_FIELD_BYTES} bytes", param=name)
+        if "tokens" in self._supported and body.count(b",") > MAX_TOKENS:
+            raise InvalidRequestError(f"tokens holds more than {MAX_TOKENS} ids", param="tokens")
         if body.count(b'"role"') > MAX_TURNS or body.count(b'"type"') > MAX_TURNS:
             raise InvalidRequestError(f"the body holds more than {MAX_TURNS} messages or parts")
 

@@ -187,6 +187,24 @@ def test_fields_nobody_defines_are_ignored_counted_and_listed(stack):
     assert errors.status == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, b"{" + b",".join(b'"k%d":1' % index for index in range(50_000)) + b"}"),
+        (CHAT, b'{"messages":[' + b'{"role":"user","content":""},' * 20_000 + b"{}]}"),
+        (CHAT, b'{"messages":[],"chat_template_kwargs":{"a":[' + b"{}," * 500_000 + b"{}]}}"),
+        ("/v1/completions", b'{"prompt":[' + b"1," * 2_000_000 + b"1]}"),
+        ("/v1/completions", b'{"prompt":[' + b'"",' * 200_000 + b'""]}'),
+        ("/detokenize", b'{"tokens":[' + b"1," * 2_000_000 + b"1]}"),
+    ],
+    ids=["fields", "messages", "kwargs", "ids", "prompts", "tokens"],
+)
+def test_bodies_made_of_too_many_small_things(stack, path, body):
+    answer = call(stack, path, body)
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+
+
 def test_unknown_model(stack):
     answer = chat(stack, model="gpt-5")
     assert answer.status == 404
