@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.text.patterns import PrefixEnds
+
 
 class Match(NamedTuple):
     """``text[start:end]`` is the stop string ``value``."""
@@ -23,7 +25,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = list(dict.fromkeys(strings))
-        self._longest = max(map(len, self._strings), default=0)
+        self._beginnings = PrefixEnds(self._strings)
 
     def __bool__(self) -> bool:
         return bool(self._strings)
@@ -41,8 +43,4 @@ class StopStrings:
 
     def held(self, text: str) -> int:
         """Length of the longest end of ``text`` that a stop string may begin with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(string.startswith(tail) for string in self._strings):
-                return length
-        return 0
+        return self._beginnings.length(text)

@@ -52,7 +52,7 @@ class ChatTemplate:
         self._prefix_ends = PrefixEnds(markable)
         self._timeout = timeout
         self._inline: InlineTemplate | None = None
-        self._process: TemplateProcess | None = None
+        self._process = TemplateProcess(source, timeout)  # starts when first needed
         failure: type[StartupError] = UsageError if given else CorruptFileError
         hint = "correct the file, or leave the flag out" if given else "give another one with --chat-template"
         try:
@@ -63,7 +63,6 @@ class ChatTemplate:
             try:
                 self._inline = InlineTemplate(source)
             except OverBudget:
-                self._process = TemplateProcess(source, timeout)
                 status, message = self._process.start()
                 if status != jinja_env.RENDERED:
                     raise jinja2.TemplateError(message) from None
@@ -124,8 +123,7 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the child process, if there is one."""
-        if self._process is not None:
-            self._process.close()
+        self._process.close()
 
     def _run(self, variables: dict[str, Any], num_characters: int) -> str:
         try:
@@ -133,9 +131,7 @@ class ChatTemplate:
                 try:
                     return self._inline.render(variables, num_characters)
                 except OverBudget:
-                    if self._process is None:
-                        self._process = TemplateProcess(self.source, self._timeout)
-            assert self._process is not None
+                    pass
             status, text = self._process.render(variables)
         except TemplateTimeout as error:
             raise InvalidRequestError(

@@ -12,7 +12,6 @@ import pytest
 from headrace.core.errors import CorruptFileError, HeadraceError, InvalidRequestError, UsageError
 from headrace.text.inline import InlineTemplate, OverBudget
 from headrace.text.template import ChatTemplate
-from headrace.text.template_process import TemplateProcess
 from tests.text.conversations import GEMMA_TEMPLATE
 from tests.text.tiny import CHATML
 
@@ -115,7 +114,6 @@ def test_inline_and_child_give_the_same_text() -> None:
     for source in (CHATML, LLAMA_LIKE):
         inline, child = chat_template(source), chat_template(source)
         child._inline = None
-        child._process = TemplateProcess(source, 30.0)
         for text in ("x", "é字🙂\x00", "<|im_end|>", "\ud83d"[:0]):
             messages = [{"role": "user", "content": text}]
             assert inline.render(messages, tools) == child.render(messages, tools)
@@ -315,7 +313,7 @@ def test_deep_indented_json_is_not_written_here() -> None:
 def test_a_killed_child_is_replaced() -> None:
     template = chat_template(MACRO)
     assert template.render(CHAT)[0] == "user=Hello;assistant=Hi!;"
-    child = template._process._child  # type: ignore[union-attr]
+    child = template._process._child
     assert child is not None
     os.kill(child.pid, 9)
     child.wait()
@@ -326,7 +324,7 @@ def test_a_killed_child_is_replaced() -> None:
 def test_the_child_knows_no_secrets_and_ends_with_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_API_KEY", "secret")
     template = chat_template(MACRO)
-    child = template._process._child  # type: ignore[union-attr]
+    child = template._process._child
     assert child is not None
     assert child.stdin is not None
     with open(f"/proc/{child.pid}/environ", "rb") as environment:
