@@ -53,10 +53,7 @@ class ProcessTree:
 
     def resume(self) -> None:
         """Lets it go on, each of its sessions at the niceness it was started with."""
-        if self._nice:
-            for member in process_tree(self.pid):
-                with contextlib.suppress(OSError):
-                    Path(f"/proc/{member}/autogroup").write_text(str(self._nice))
+        self._reach_sessions()
         self._signal(signal.SIGCONT)
 
     def peak_memory(self) -> int:
@@ -85,6 +82,13 @@ class ProcessTree:
         """The last words on its stderr."""
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
         return " | ".join(line.strip() for line in lines[-3:]) or "nothing in its log"
+
+    def _reach_sessions(self) -> None:
+        """A session that a descendant opened begins at niceness 0 between sessions."""
+        if self._nice:
+            for member in process_tree(self.pid):
+                with contextlib.suppress(OSError):
+                    Path(f"/proc/{member}/autogroup").write_text(str(self._nice))
 
     def _ask_to_end(self) -> None:
         self.process.terminate()
@@ -176,6 +180,7 @@ class Server(ProcessTree):
                     raise ChildError(f"the server ended: {self.tail()}")
                 if time.monotonic() > deadline:
                     raise ChildError(f"not ready within {timeout:.0f} s: {self.tail()}")
+                self._reach_sessions()
                 time.sleep(0.05)
         except BaseException:
             self.close()

@@ -14,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,8 @@ def _measure_engines(model: Model, plan: Plan, measured: Measurements) -> None:
             _say(f"{model.name}: repetition {repeat + 1} of {plan.repeats}")
         for side, contender in contenders.items():
             measured.add(side, "memory", contender.peak_memory() / 2**30)
+            rates = ", ".join(f"{s.name} {measured.of(side, s.name)[0]:,.1f}" for s in SCENARIOS)
+            _say(f"  {side}: {rates} tok/s")
     finally:
         for contender in contenders.values():
             contender.close()
@@ -255,4 +258,4 @@ def _raise_priority(nice: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)

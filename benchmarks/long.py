@@ -85,7 +85,6 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     except ChildError as error:
         raise EngineError(f"the server did not start: {error}", hint=f"its log is {log}") from error
     try:
-        server.resume()  # every process of it at the asked niceness
         measured = asyncio.run(_Bench(server, folder, arguments).measure())
         server.pause()
         operators = _operators(folder, measured, arguments)
