@@ -51,13 +51,13 @@ class PrefixEnds:
 
     def __init__(self, literals: Iterable[str]) -> None:
         self._prefixes = {literal[:end] for literal in literals for end in range(1, len(literal))}
-        self._firsts = "".join(sorted({prefix[0] for prefix in self._prefixes}))
+        self._firsts = frozenset(prefix[0] for prefix in self._prefixes)
         self._longest = max(map(len, self._prefixes), default=0)
 
     def length(self, text: str) -> int:
         """Length of the longest end of ``text`` that is a proper prefix of a literal; 0: none."""
         tail = text[-self._longest :] if self._longest else ""
-        if not any(first in tail for first in self._firsts):
+        if self._firsts.isdisjoint(tail):
             return 0
         for start in range(len(tail)):
             if tail[start:] in self._prefixes:
