@@ -110,7 +110,8 @@ def gated_onednn(x: Tensor, packed: PackedLinear, activation: str) -> Tensor:
 def linear_int8(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
     """``linear`` on the form of ``pack_int8``."""
     assert packed.weight is not None and packed.scales is not None
-    if x.shape[0] >= _INT8_ROWS:
+    # the kernel reads past the end of rows that are no multiple of 32 wide
+    if x.shape[0] >= _INT8_ROWS or packed.in_features % 32:
         y = F.linear(x, packed.dense(), packed.bias)
     else:
         y = torch._weight_int8pack_mm(x, packed.weight, packed.scales)
