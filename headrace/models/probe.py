@@ -19,7 +19,7 @@ from headrace.kernels.batch import AttentionBatch, BatchEntry
 from headrace.kernels.cache import LayerKV
 from headrace.kernels.table import OpTable
 from headrace.models.attention_hook import PROBE, SERVE, Hook, Recording
-from headrace.models.transformers_model import FallbackModel, run_base
+from headrace.models.transformers_model import FallbackModel, base_name, run_base
 
 BLOCK_SIZE = 4
 LENGTHS = (11, 6, 1)
@@ -55,8 +55,7 @@ def _probe(model: Any, ops: OpTable, dtype: torch.dtype, device: torch.device) -
     text = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder model")
-    if not isinstance(getattr(model, model.base_model_prefix, None), torch.nn.Module):
-        raise UnsupportedModelError("its head and its layers are one module")
+    base_name(model)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, text.vocab_size, (length,), generator=generator) for length in LENGTHS]
     sequences = [sequence.to(device) for sequence in sequences]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.core.errors import EngineError
+from headrace.core.errors import EngineError, UnsupportedModelError
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
 from headrace.kernels.table import OpTable
@@ -73,11 +73,19 @@ class FallbackModel:
         return logits.float()
 
 
+def base_name(model: Any) -> str:
+    """The attribute that holds everything below the head. Raises UnsupportedModelError if there is none."""
+    for name in (model.base_model_prefix, "model"):
+        if isinstance(getattr(model, name, None), nn.Module):
+            return str(name)
+    raise UnsupportedModelError("its head and its layers are one module")
+
+
 def run_base(model: Any, hook: Hook, handler: Handler, token_ids: Tensor, positions: Tensor) -> Tensor:
     """One pass of everything below the head, its attention answered by ``handler``: (tokens, hidden)."""
     hook.handler = handler
     try:
-        out = getattr(model, model.base_model_prefix)(
+        out = getattr(model, base_name(model))(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False
         )
     finally:
@@ -92,14 +100,24 @@ def head_of(model: Any) -> Any:
     What the causal LM does after its layers (scale, cap, project, bias) then stays Transformers' own.
     """
     twin = copy.copy(model)
-    twin._modules = dict(model._modules)
-    twin._modules[model.base_model_prefix] = _GivenHidden()
+    name = base_name(model)
+    twin._modules = {**model._modules, name: _GivenHidden(getattr(model, name))}
     return twin
 
 
 class _GivenHidden(nn.Module):
+    """Stands in for ``layers``, and for every module in it: whichever is called returns what it is given."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_layers"] = layers  # not a submodule: it would be listed twice
+
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         return _Result(inputs_embeds)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_layers"], name)
+        return self if isinstance(value, nn.Module) else value
 
 
 class _Result:

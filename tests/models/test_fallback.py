@@ -77,6 +77,12 @@ def test_layers_that_bypass_the_interface_are_refused(tmp_path: Path) -> None:
     assert_refused(make_tiny("mamba", tmp_path / "mamba"), "0 calls .* in 3 layers .*linear_attention")
     # ALiBi inside its own attention
     assert_refused(make_tiny("bloom", tmp_path / "bloom"), "0 calls .* in 3 layers")
+    hybrid = make_tiny("lfm2", tmp_path / "lfm2")
+    assert_refused(hybrid, r"1 calls .* in 3 layers \(layers of type conv bypass it\)")
+
+
+def test_chunked_attention_is_refused(tmp_path: Path) -> None:
+    assert_refused(make_tiny("llama4", tmp_path), "neither causal nor a sliding window")
 
 
 def test_models_that_are_no_causal_lm_are_refused(tmp_path: Path) -> None:

@@ -175,8 +175,39 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_rope("default"),
         },
     ),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
     # below: must be refused
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "attention_chunk_size": 64,
+            "no_rope_layers": [1, 1, 0],
+        },
+    ),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 8}),
     "gpt_bigcode": (
         "GPTBigCodeConfig",
@@ -187,7 +218,7 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # what our own decoder runs
 FAMILIES = tuple(_MAKERS)[: list(_MAKERS).index("gpt2")]
-# what the Transformers fallback runs; the last four route tokens to experts
+# what the Transformers fallback runs; the last five route tokens to experts
 FALLBACK_FAMILIES = (
     "gpt2",
     "gpt_neox",
@@ -196,10 +227,12 @@ FALLBACK_FAMILIES = (
     "cohere",
     "granite",
     "olmo3",
+    "opt",
     "mixtral",
     "qwen2_moe",
     "olmoe",
     "gpt_oss",
+    "deepseek_v3",
 )
 
 
