@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.sides import protocol
 from headrace.core.knobs import EngineConfig
@@ -17,16 +18,23 @@ from headrace.engine.engine import Engine
 class HeadraceSide:
     """Every default of the engine but the sizes that all sides share."""
 
-    def __init__(self, folder: str, threads: int, max_model_len: int) -> None:
+    def __init__(
+        self, folder: str, threads: int, max_model_len: int, device: Literal["cpu", "cuda"] = "cpu"
+    ) -> None:
         self._engine = Engine(
             EngineConfig(
-                dtype="bfloat16", device="cpu", threads=threads, max_model_len=max_model_len, kv_cache_gib=1.0
+                dtype="bfloat16",
+                device=device,
+                threads=threads,
+                max_model_len=max_model_len,
+                kv_cache_gib=1.0,
             ),
             Path(folder),
         )
         fields = self._engine.hello_fields
         self.weights_seconds: float | None = fields["load_seconds"]
         self.notes = "; ".join(fields["notes"])
+        self.device: str = fields["device"]
         self._ids = itertools.count()
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> protocol.Timeline:
