@@ -246,7 +246,12 @@ class ReplicaProcess:
         for request_id in aborted:
             self._engine.abort(request_id)
             self._owners.pop(request_id, None)
-        log.info("connection %s; %d requests aborted", reason, len(aborted))
+        log.log(
+            logging.INFO if aborted else logging.DEBUG,
+            "connection %s; %d requests aborted",
+            reason,
+            len(aborted),
+        )
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         # Only flags: this may run between any two bytecodes. A second Ctrl+C does not wait.

@@ -44,11 +44,11 @@ def test_one_sequence_alone_equals_many(tiny: Callable[..., Path]) -> None:
     """More sequences than fit at once, with few blocks: each as if it were alone."""
     folder = tiny("llama")
     requests = [
-        make_request(str(i), [i + 2, *_LONG[: i % 24], 3 * i % 300], max_tokens=1 + i % 13) for i in range(30)
+        make_request(str(i), [i + 2, *_LONG[: i % 24], 3 * i % 300], max_tokens=1 + i % 26) for i in range(30)
     ]
     expected = [run_tokens(make_engine(folder), [request])[0] for request in requests[::7]]
-    crowded = make_engine(folder, num_blocks=24, max_num_seqs=6, max_num_batched_tokens=11)
+    crowded = make_engine(folder, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=11)
     tokens = run_tokens(crowded, requests, stagger=1)
     assert tokens[::7] == expected
-    assert [len(t) for t in tokens] == [1 + i % 13 for i in range(30)]
+    assert [len(t) for t in tokens] == [1 + i % 26 for i in range(30)]
     assert crowded.stats().num_preemptions > 0
