@@ -71,7 +71,12 @@ class Engine:
         free_before = memory.available_bytes(self.device)
         memory.check_weights_fit(folder, self.device, config.quantization)
         loaded = load_model(
-            folder, dtype=dtype, device=self.device, quantization=config.quantization, progress=progress
+            folder,
+            dtype=dtype,
+            device=self.device,
+            quantization=config.quantization,
+            progress=progress,
+            free_bytes=free_before,
         )
         model_config = loaded.model.config
         self.vocab_size = model_config.vocab_size
@@ -80,7 +85,13 @@ class Engine:
         )
         geometry = KVGeometry(list(model_config.kv_specs), config.block_size, dtype)
         free_bytes = min(free_before - loaded.weights_bytes, memory.available_bytes(self.device))
-        self.kv_size = memory.size_kv_cache(config, self.max_model_len, geometry.bytes_per_block, free_bytes)
+        self.kv_size = memory.size_kv_cache(
+            config,
+            self.max_model_len,
+            geometry.bytes_per_block,
+            free_bytes,
+            on_card=self.device.type == "cuda",
+        )
         revision = revision or loaded.revision
         root = root_identity(
             model_revision=revision,

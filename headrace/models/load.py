@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import UnsupportedModelError
+from headrace.core.errors import InsufficientMemoryError, UnsupportedModelError
 from headrace.kernels.table import OpTable
 from headrace.models.assemble import Progress, assemble_decoder
 from headrace.models.causal_lm import CausalLM
@@ -38,24 +38,29 @@ def load_model(
     device: torch.device,
     quantization: str = "none",
     progress: Progress | None = None,
+    free_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads a folder in the Hugging Face layout: our decoder if it covers the family, else Transformers'
     definition with our attention.
 
-    ``quantization`` is "none" or "int8"; ``progress`` gets bytes done and bytes in all. Raises
+    ``quantization`` is "none" or "int8"; ``progress`` gets bytes done and bytes in all; ``free_bytes`` is
+    the memory there is, None: enough. Raises InsufficientMemoryError when the weights do not fit in it,
     ModelNotFoundError for missing files, CorruptFileError for damaged ones, UnsupportedModelError for
     a model that cannot be run faithfully.
     """
     raw = read_json(folder / "config.json")
     refuse_quantized(raw)
     eos_token_ids = _eos_token_ids(folder, raw)
-    ops = OpTable.stock(device, dtype, quantization)
     model: CausalLM
     if covers(raw):
         config = read_config(raw)
         checkpoint = Checkpoint(folder)
+        roomy = _is_roomy(checkpoint, dtype, quantization, free_bytes)
+        ops = OpTable.stock(device, dtype, quantization, decode_copies=roomy)
         model = assemble_decoder(checkpoint, config, ops, dtype, device, progress)
         notes = list(config.notes)
+        if not roomy and quantization == "none":
+            notes.append("memory is short: weights are held once, which makes single tokens slower")
     else:
         # imported here because Transformers takes a second to import
         from headrace.models.fallback import load_fallback
@@ -67,6 +72,8 @@ def load_model(
                 hint="leave out --quantization",
             )
         checkpoint = Checkpoint(folder)
+        _is_roomy(checkpoint, dtype, quantization, free_bytes)
+        ops = OpTable.stock(device, dtype, quantization)
         model, notes = load_fallback(folder, ops, dtype, device, progress)
     return LoadedModel(
         model=model,
@@ -75,6 +82,25 @@ def load_model(
         weights_bytes=model.nbytes,
         notes=notes,
     )
+
+
+def _is_roomy(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, free_bytes: int | None) -> bool:
+    """Whether two copies of the weights leave half of the memory free.
+
+    Raises InsufficientMemoryError when not even one fits.
+    """
+    if free_bytes is None:
+        return True
+    needed = checkpoint.num_elements * (1 if quantization == "int8" else dtype.itemsize)
+    if needed > free_bytes:
+        form = str(dtype).removeprefix("torch.") if quantization == "none" else quantization
+        raise InsufficientMemoryError(
+            f"the weights need {needed / 2**30:.2f} GiB as {form} and "
+            f"{free_bytes / 2**30:.2f} GiB are available",
+            hint="choose a smaller model or free memory"
+            + (", or try --quantization int8" if quantization == "none" else ""),
+        )
+    return 2 * needed <= free_bytes // 2
 
 
 def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> list[int]:

@@ -6,6 +6,7 @@ layer's worth beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -52,6 +53,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for file in self.files for entry in file.entries.values())
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in its stored type, as a view of the file.

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headrace.core.errors import CorruptFileError, UnsupportedModelError
+from headrace.core.errors import CorruptFileError, InsufficientMemoryError, UnsupportedModelError
 from headrace.kernels.table import OpTable
 from headrace.models.load import LoadedModel, load_model
 from tests.models.driver import Driver
@@ -182,3 +182,21 @@ def test_progress_reaches_its_total(tmp_path: Path) -> None:
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > 0
     assert len(seen) > 3
+
+
+def test_memory_decides_how_weights_are_held(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    elements = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+
+    def load_with(free_bytes: int, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+        return load_model(folder, dtype=dtype, device=torch.device("cpu"), free_bytes=free_bytes)
+
+    with pytest.raises(InsufficientMemoryError, match="GiB are available") as caught:
+        load_with(2 * elements - 1)
+    assert "int8" in (caught.value.hint or "")
+    with pytest.raises(InsufficientMemoryError):
+        load_with(2 * elements + 1, torch.float32)
+    tight, roomy = load_with(2 * elements), load_with(8 * elements)
+    assert tight.weights_bytes <= roomy.weights_bytes
+    assert any("memory is short" in note for note in tight.notes)
+    assert not any("memory is short" in note for note in roomy.notes)
