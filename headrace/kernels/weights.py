@@ -21,8 +21,8 @@ class PackedLinear:
     int8      ``weight`` (out, in) int8, symmetric per output channel, and ``scales`` (out,)
     half      only ``few``
 
-    ``few``: FBGEMM's pack in IEEE half precision, read when a step has few rows (float32 in and out). It
-    holds bfloat16 weights exactly down to 6e-5 and to within 3e-8 below.
+    ``few``: FBGEMM's packs, rows below rows, in IEEE half precision, read when a step has few rows
+    (float32 in and out). They hold bfloat16 weights exactly down to 6e-5 and to within 3e-8 below.
     """
 
     form: str
@@ -32,7 +32,7 @@ class PackedLinear:
     bias: Tensor | None = None
     scales: Tensor | None = None
     up: Tensor | None = None
-    few: Any = None
+    few: tuple[Any, ...] | None = None
     dtype: torch.dtype = torch.float32
 
     @property
@@ -54,8 +54,9 @@ class PackedLinear:
     def dense(self) -> Tensor:
         """The weight as a plain (out_features, in_features) tensor; a copy unless it is plain already."""
         if self.weight is None:
-            unpacked: Tensor = torch.ops.quantized.linear_unpack_fp16(self.few)[0]
-            return unpacked.to(self.dtype)
+            assert self.few is not None
+            parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.few]
+            return torch.cat(parts).to(self.dtype)
         if self.scales is not None:
             return self.weight.to(self.scales.dtype) * self.scales[:, None]
         if self.up is not None:

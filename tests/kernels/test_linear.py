@@ -102,6 +102,16 @@ def test_logits_head(dtype: torch.dtype, quantization: str, tolerance: float, so
         assert_close(out, expected, tolerance)
 
 
+def test_a_tall_head_is_packed_in_slices() -> None:
+    ops = OpTable.stock("cpu", torch.bfloat16)
+    weight, bias = weights((40000, 32), torch.bfloat16, bias=True)
+    head = ops.pack_linear(weight, bias, few_rows=True)
+    assert (head.dense() - weight).abs().max() <= 3e-8
+    hidden = rows_of(3, 32, torch.bfloat16)
+    expected = hidden.double() @ weight.double().T + bias.double()
+    assert_close(ops.logits_head(hidden, head), expected, 1e-6)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_error_is_bounded_by_its_scales(shape: tuple[int, int], bias: bool) -> None:
