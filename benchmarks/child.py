@@ -75,8 +75,10 @@ class ProcessTree:
                 for member in members[1:]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(member, signal.SIGKILL)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def tail(self) -> str:
         """The last words on its stderr."""
