@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import shutil
 import subprocess
 import sys
@@ -41,20 +42,26 @@ _GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096), (2048, 2048, 2048))
 
 def stream_rate(footprint: int, threads: int, *, seconds: float = 1.0) -> tuple[float, str]:
     """Bytes per second of reading ``footprint`` bytes cyclically, and how it was measured."""
-    count = footprint // 512 * 64  # eight-byte words, whole blocks of 64
-    data = torch.randint(-(2**62), 2**62, (count,), dtype=torch.int64)
+    size = footprint // 4096 * 4096
+    memory = mmap.mmap(-1, size)
+    how = ""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        how = ", huge pages"
+    data = torch.frombuffer(memory, dtype=torch.float32)
+    data.uniform_()
     with tempfile.TemporaryDirectory() as folder:
         read = _compiled_reader(Path(folder))
         if read is None:
             previous = torch.get_num_threads()
             torch.set_num_threads(threads)
-            floats = data.view(torch.float32)
-            best = _best_time(lambda: floats.max(), seconds)
+            best = _best_time(lambda: data.max(), seconds)
             torch.set_num_threads(previous)
-            return count * 8 / best, "torch max over float32 (no C compiler)"
+            return size / best, "torch max over float32 (no C compiler)" + how
         pointer = ctypes.c_void_p(data.data_ptr())
-        best = _best_time(lambda: read(pointer, ctypes.c_size_t(count), ctypes.c_int(threads)), seconds)
-    return count * 8 / best, "C loop of 64-bit reads, OpenMP"
+        count = ctypes.c_size_t(size // 8)
+        best = _best_time(lambda: read(pointer, count, ctypes.c_int(threads)), seconds)
+    return size / best, "C loop of 64-bit reads, OpenMP" + how
 
 
 def gemm_rate(dtype: torch.dtype, threads: int, *, seconds: float = 1.0) -> float:
