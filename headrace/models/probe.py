@@ -28,8 +28,9 @@ STEPS = (
     ((2, 1), (0, 5), (1, 5)),
     ((1, 1), (0, 6)),
 )
-# relative root-mean-square error of all logits; a wrong mask or a lost state is of order one
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+# Relative root-mean-square error of all logits. Two wrong rows of 18 give 0.33; in bfloat16 an expert
+# chosen otherwise on a near tie was seen to give 0.09.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 def probe_model(model: Any, ops: OpTable, dtype: torch.dtype, device: torch.device) -> FallbackModel:
