@@ -15,9 +15,10 @@ from headrace.core.errors import InsufficientMemoryError, UsageError
 from headrace.core.knobs import EngineConfig
 
 GIB = 1024**3
-# The default KV cache never takes more than this, unless one request needs it.
+# In main memory the default KV cache never takes more than this, unless one request needs it.
 DEFAULT_KV_CAP_BYTES = 4 * GIB
-# One request of maximum length may take so much of what is free.
+# One request of maximum length may take so much of what is free; on a card, which has no other use, so
+# may the cache by default.
 _LARGEST_SHARE = 0.9
 
 
@@ -62,7 +63,14 @@ class KVSize:
     reason: str
 
 
-def size_kv_cache(config: EngineConfig, max_model_len: int, bytes_per_block: int, free_bytes: int) -> KVSize:
+def size_kv_cache(
+    config: EngineConfig,
+    max_model_len: int,
+    bytes_per_block: int,
+    free_bytes: int,
+    *,
+    on_card: bool = False,
+) -> KVSize:
     """How many blocks to allocate with ``free_bytes`` left after the weights.
 
     Raises InsufficientMemoryError when one request of ``max_model_len`` tokens does not fit.
@@ -79,13 +87,15 @@ def size_kv_cache(config: EngineConfig, max_model_len: int, bytes_per_block: int
                 param="--kv-cache-gib",
             )
     else:
-        wanted = config.max_num_seqs * one_request
-        budget = min(wanted, free_bytes // 2, DEFAULT_KV_CAP_BYTES)
-        source = (
-            "max_num_seqs of max_model_len"
-            if budget == wanted
-            else ("half of the free memory" if budget == free_bytes // 2 else "default limit")
-        )
+        share = int(free_bytes * _LARGEST_SHARE) if on_card else free_bytes // 2
+        limits = {
+            "max_num_seqs of max_model_len": config.max_num_seqs * one_request,
+            "share of the free memory": share,
+        }
+        if not on_card:
+            limits["default limit"] = DEFAULT_KV_CAP_BYTES
+        source = min(limits, key=lambda name: limits[name])
+        budget = limits[source]
         if budget < one_request <= free_bytes * _LARGEST_SHARE:
             budget, source = one_request, "one request of max_model_len"
     if budget < one_request:

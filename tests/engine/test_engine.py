@@ -249,6 +249,15 @@ def test_size_of_the_cache(knobs: dict[str, Any], max_len: int, free_gib: float,
     assert size.nbytes == size.num_blocks * 16 * 2**20 == int(expected_gib * GIB)
 
 
+def test_a_card_is_filled() -> None:
+    """Nothing else wants its memory: nine tenths of it, and no more than the sequences can use."""
+    config = EngineConfig(block_size=16)
+    size = memory.size_kv_cache(config, 8192, 16 * 2**20, 100 * GIB, on_card=True)
+    assert size.nbytes == 90 * GIB
+    size = memory.size_kv_cache(config, 512, 16 * 2**20, 100 * GIB, on_card=True)
+    assert size.nbytes == 32 * GIB
+
+
 def test_memory_that_cannot_suffice() -> None:
     config = EngineConfig(block_size=16)
     with pytest.raises(InsufficientMemoryError, match=r"8\.000 GiB.*4\.000 GiB") as caught:
