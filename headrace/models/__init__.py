@@ -1,0 +1,1 @@
+"""Models: configurations, weights and decoders, ours and Transformers'."""
