@@ -23,6 +23,7 @@ from benchmarks import peers
 from benchmarks.bf16_gguf import bf16_copy
 from benchmarks.child import Child, ChildError, Server, free_port, niced
 from headrace.bench.workload import token_prompts
+from headrace.fleet.local import ENGINE_ENVIRONMENT
 
 SIDES = ("headrace", "transformers", "vllm-eager", "vllm-compiled", "llama-bf16", "llama-file")
 MAX_MODEL_LEN = 4096
@@ -104,8 +105,14 @@ class ChildContender(Contender):
         self._vocab_size = model.vocab_size
         log = peers.cache_root() / "bench" / "logs" / f"{model.name}-{side}.log"
         command = _child_command(side, model, threads)
+        # Our engine's process is started as headrace serve starts it.
+        variables = ENGINE_ENVIRONMENT if side == "headrace" else {}
         self._child = Child(
-            command, environment=environment(threads), log=log, timeout=START_TIMEOUT_S, nice=nice
+            command,
+            environment={**variables, **environment(threads)},
+            log=log,
+            timeout=START_TIMEOUT_S,
+            nice=nice,
         )
         self.spawn_seconds = self._child.spawn_seconds
         self.weights_seconds = self._child.ready["weights_seconds"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -29,6 +30,10 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
 STOP_MARGIN_S = 5.0
+
+# Weights in pages of 2 MiB are read a tenth to a fifth faster than in pages of 4 KiB where the system
+# grants huge pages on request only; the first asks for malloc, the second for torch's own allocator.
+ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +128,7 @@ class LocalReplica:
             "headrace.replica",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env={**ENGINE_ENVIRONMENT, **os.environ},
             # Ctrl+C belongs to the parent, which then drains the children one by one.
             start_new_session=True,
         )
