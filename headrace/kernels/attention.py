@@ -1,10 +1,10 @@
 """Paged attention from stock operators.
 
-    rows of the batch                 how they attend
-    decodes, near in length           one gather of their blocks, two batched products, one mask
-    a lone decode, few keys           flash kernel on the cache itself, when its blocks are consecutive
-    a lone decode, many keys          two products a head on the cache itself, likewise
-    prefill chunk                     tiles of queries (below)
+    rows of the batch              how they attend
+    decodes, near in length        one gather of their blocks, two batched products, one mask
+    a lone decode with few keys    flash kernel on the cache itself, when its blocks are consecutive
+    a lone decode with very many   two products a head on the cache itself, likewise
+    prefill chunk                  tiles of queries (below)
 
 A prefill chunk goes head by head and tile by tile: queries of one key head's group, (tile * group, keys)
 scores in a scratch tensor that all tiles reuse, softmax over whole rows in place. Only the tile's last
@@ -23,7 +23,9 @@ from headrace.kernels.plan import DecodeGroup, decode_plan, tile_mask, tile_rows
 from headrace.kernels.weights import AttentionSpec
 
 # up to here torch's flash kernel beats two products for a single row
-_FLASH_KEYS = 320
+_FLASH_KEYS = 768
+# from here on copying a lone decode's keys costs more than the calls for its heads one by one
+_COPY_KEYS = 8192
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -46,19 +48,24 @@ def attention(
 
 def write(k: Tensor, v: Tensor, kv: LayerKV, batch: AttentionBatch) -> None:
     """Stores k (tokens, heads, head_dim) and v (tokens, heads, v_head_dim) in the rows' slots."""
+    joint, rows = kv.joint, _side_by_side(k, v)
+    if joint is None or rows is None:
+        kv.keys.index_copy_(1, batch.slot_mapping, k.transpose(0, 1).to(kv.keys.dtype))
+        kv.values.index_copy_(1, batch.slot_mapping, v.transpose(0, 1).to(kv.values.dtype))
+    elif k.shape[0] == 1:
+        joint.select(1, batch.first_slot).copy_(rows.select(1, 0))
+    else:
+        joint.index_copy_(1, batch.slot_mapping, rows.to(joint.dtype))
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> Tensor | None:
+    """k and v as one (2 * heads, tokens, dim) view, when both came out of one projection."""
     tokens, heads, dim = k.shape
-    slots = batch.slot_mapping
-    joint = kv.joint
-    if joint is not None and v.data_ptr() == k.data_ptr() + heads * dim * k.element_size():
-        # both came out of one projection, side by side: one copy
-        rows = k.as_strided((2 * heads, tokens, dim), (dim, k.stride(0), 1))
-        if tokens == 1:
-            joint.select(1, batch.first_slot).copy_(rows.select(1, 0))
-        else:
-            joint.index_copy_(1, slots, rows if rows.dtype is joint.dtype else rows.to(joint.dtype))
-        return
-    kv.keys.index_copy_(1, slots, k.transpose(0, 1).to(kv.keys.dtype))
-    kv.values.index_copy_(1, slots, v.transpose(0, 1).to(kv.values.dtype))
+    width = heads * dim
+    beside = v.data_ptr() == k.data_ptr() + width * k.element_size()
+    if not beside or v.shape != k.shape or k.stride(0) < 2 * width:
+        return None
+    return k.as_strided((2 * heads, tokens, dim), (dim, k.stride(0), 1))
 
 
 def _decode(q: Tensor, kv: LayerKV, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
@@ -73,35 +80,55 @@ def _decode(q: Tensor, kv: LayerKV, batch: AttentionBatch, spec: AttentionSpec) 
 
 
 def _decode_group(q: Tensor, kv: LayerKV, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+    if group.first_slot is not None:
+        if group.visible <= _FLASH_KEYS and _flash_takes(q, spec):
+            return _decode_flash(q, kv, group, spec)
+        if group.visible >= _COPY_KEYS:
+            return _decode_by_head(q, kv, group, spec)
+    return _decode_gathered(q, kv, group, spec)
+
+
+def _decode_flash(q: Tensor, kv: LayerKV, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+    """One row over consecutive slots, by torch's flash kernel: float32 scores, nothing copied."""
+    assert group.first_slot is not None
+    start, stop = group.first_slot, group.first_slot + group.visible
+    rows = q.view(1, spec.num_kv_heads, -1, spec.head_dim).to(kv.keys.dtype)
+    keys, values = kv.keys[None, :, start:stop], kv.values[None, :, start:stop]
+    out: Tensor = _flash(rows, keys, values, 0.0, False, attn_mask=None, scale=spec.scale)[0]
+    return out.reshape(1, -1).to(q.dtype)
+
+
+def _decode_by_head(q: Tensor, kv: LayerKV, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+    """One row over consecutive slots, key head by key head, nothing copied."""
+    assert group.first_slot is not None
+    start, stop = group.first_slot, group.first_slot + group.visible
+    rows = (q.view(spec.num_kv_heads, -1, spec.head_dim) * spec.scale).to(kv.keys.dtype)
+    attended = []
+    for head in range(spec.num_kv_heads):
+        scores = _capped(torch.mm(rows[head], kv.keys[head, start:stop].t()), spec)
+        attended.append(torch.mm(_softmax(scores, spec, head), kv.values[head, start:stop]))
+    return torch.cat(attended).view(1, -1).to(q.dtype)
+
+
+def _decode_gathered(q: Tensor, kv: LayerKV, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+    """Rows over a copy of their blocks, padded to the longest."""
+    keys, values = kv.gather(group.blocks)  # (kv heads, rows * num_keys, dim)
     count, kv_heads = q.shape[0], spec.num_kv_heads
     fan = spec.num_heads // kv_heads
-    dtype = kv.keys.dtype
-    if group.first_slot is not None:
-        start, stop = group.first_slot, group.first_slot + group.num_keys
-        if group.num_keys <= _FLASH_KEYS and _flash_takes(q, spec):
-            rows = q.view(1, kv_heads, fan, spec.head_dim).to(dtype)
-            keys, values = kv.keys[None, :, start:stop], kv.values[None, :, start:stop]
-            out: Tensor = _flash(rows, keys, values, 0.0, False, attn_mask=None, scale=spec.scale)[0]
-            return out.reshape(1, -1).to(q.dtype)
-        rows = (q.view(kv_heads, fan, spec.head_dim) * spec.scale).to(dtype)
-        out = torch.cat(
-            [
-                torch.mm(
-                    _weights(torch.mm(rows[head], kv.keys[head, start:stop].t()), None, spec, head),
-                    kv.values[head, start:stop],
-                )
-                for head in range(kv_heads)
-            ]
-        )
-        return out.view(1, -1).to(q.dtype)
-    keys, values = kv.gather(group.blocks)
     shape = (kv_heads * count, group.num_keys)
-    rows = (q * spec.scale).to(dtype)
-    # (decodes, kv heads, fan, dim) → (kv heads * decodes, fan, dim)
+    rows = (q * spec.scale).to(keys.dtype)
+    # (rows, kv heads, fan, dim) → (kv heads * rows, fan, dim)
     rows = rows.view(count, kv_heads, fan, spec.head_dim).transpose(0, 1)
     rows = rows.reshape(kv_heads * count, fan, spec.head_dim)
     scores = torch.bmm(rows, keys.view(*shape, spec.head_dim).transpose(1, 2))
-    weights = _weights(scores, group.mask, spec, None)
+    scores = _capped(scores, spec)
+    if group.mask is not None:
+        scores.view(kv_heads, count, fan, group.num_keys).add_(group.mask)
+    if spec.sinks is None:
+        weights = torch.softmax(scores, dim=-1, out=scores)
+    else:
+        sinks = spec.sinks.to(scores.dtype).view(kv_heads, 1, fan, 1).expand(-1, count, -1, -1)
+        weights = torch.cat((scores, sinks.reshape(-1, fan, 1)), dim=-1).softmax(dim=-1)[..., :-1]
     out = torch.bmm(weights, values.view(*shape, spec.v_head_dim))
     out = out.view(kv_heads, count, fan, spec.v_head_dim).transpose(0, 1)
     return out.reshape(count, -1).to(q.dtype)
@@ -150,27 +177,18 @@ def _prefill(
                 keys[head, begin:end].t(),
                 out=scratch[: shape[0] * width].view(shape),
             )
-            if spec.softcap is not None:
-                scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+            scores = _capped(scores, spec)
             scores.view(size, fan, width)[..., masked_from:].add_(mask)
             weights = _softmax(scores, spec, head)
             attended = torch.mm(weights, values[head, begin:end])
             result[first:last, head] = attended.view(size, fan, spec.v_head_dim)
 
 
-def _weights(scores: Tensor, mask: Tensor | None, spec: AttentionSpec, head: int | None) -> Tensor:
-    """Scores, already scaled, (…, fan, keys) → softmax weights; may overwrite them."""
+def _capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    """Soft-capping in place."""
     if spec.softcap is not None:
         scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    if mask is not None:
-        kv_heads = spec.num_kv_heads
-        scores.view(kv_heads, -1, *scores.shape[1:]).add_(mask)
-    if spec.sinks is None or head is not None:
-        return _softmax(scores, spec, head if head is not None else 0)
-    count = scores.shape[0] // spec.num_kv_heads
-    sinks = spec.sinks.to(scores.dtype).view(spec.num_kv_heads, 1, -1, 1)
-    sinks = sinks.expand(-1, count, -1, -1).reshape(*scores.shape[:2], 1)
-    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    return scores
 
 
 def _softmax(scores: Tensor, spec: AttentionSpec, head: int) -> Tensor:

@@ -29,7 +29,7 @@ class DecodeGroup:
     num_keys    keys each is padded to
     blocks      their blocks side by side, (n * num_keys / block_size,) int64, when gathered
     mask        (1, n, 1, num_keys): 0, or -inf at padding; None without any
-    first_slot  set instead for a lone decode whose visible keys lie side by side in the cache
+    first_slot  set for a lone decode whose visible keys, ``visible`` of them, lie side by side in the cache
     """
 
     rows: Tensor
@@ -37,10 +37,13 @@ class DecodeGroup:
     blocks: Tensor
     mask: Tensor | None
     first_slot: int | None
+    visible: int
 
 
 def decode_plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
     """The batch's decodes in groups of similar length."""
+    if window is not None and max(batch.decode_lens_list) <= window:
+        window = None
     return batch.memo(("decode", window, dtype), lambda: _decode_groups(batch, window, dtype))
 
 
@@ -69,11 +72,13 @@ def _decode_group(
     device, size = batch.positions.device, batch.block_size
     row_list = [row for _, row, _ in spans]
     rows = torch.tensor(row_list, dtype=torch.int64, device=device)
-    lone = batch.decode_first_slots[row_list[0]] if len(spans) == 1 else None
-    if lone is not None:
+    first_slot, visible = None, 0
+    if len(spans) == 1:
         length = batch.decode_lens_list[row_list[0]]
-        skipped = 0 if window is None else max(0, length - window)
-        return DecodeGroup(rows, length - skipped, batch.decode_block_tables[:0, 0], None, lone + skipped)
+        visible = length if window is None else min(length, window)
+        first_slot = batch.decode_first_slots[row_list[0]]
+        if first_slot is not None:
+            first_slot += length - visible
     width = max(count for count, _, _ in spans)
     firsts = torch.tensor([first for _, _, first in spans], dtype=torch.int64, device=device)
     columns = firsts[:, None] + torch.arange(width, device=device)
@@ -89,7 +94,7 @@ def _decode_group(
     if bool(hidden.any()):
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         mask = zeros.masked_fill_(hidden, float("-inf"))[None, :, None, :]
-    return DecodeGroup(rows, width * size, blocks, mask, None)
+    return DecodeGroup(rows, width * size, blocks, mask, first_slot, visible)
 
 
 def tile_rows(queries: int, fan: int, keys: int, device: torch.device) -> int:

@@ -51,7 +51,7 @@ def test_mixed_batch(rule: str, dtype: torch.dtype, consecutive: bool) -> None:
 
 @pytest.mark.parametrize("consecutive", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("context", [0, 5, 200, 900])
+@pytest.mark.parametrize("context", [0, 5, 200, 900, 9000])
 @pytest.mark.parametrize("rule", ["plain", "window shorter than the contexts", "softcap", "sinks"])
 def test_lone_decode(rule: str, context: int, dtype: torch.dtype, consecutive: bool) -> None:
     case = make_case(dtype, entries=((context, 1),), consecutive=consecutive, **RULES[rule])
