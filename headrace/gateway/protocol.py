@@ -74,6 +74,12 @@ class GatewayProtocol(HttpToolsProtocol):
             return
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        # A large last part paused reading, and nobody receives again: the caller's end must still be read.
+        if not self.pipeline:
+            self.flow.resume_reading()
+
     def send_400_response(self, msg: str) -> None:
         body = encode_error(msg.rstrip("."), "invalid_request_error", None, "invalid_http")
         head = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
 
 import pytest
 
@@ -58,6 +60,22 @@ def test_disconnect_in_the_middle_of_the_body(stack):
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     assert chat(stack).status == 200
     assert len(stack.replica.requests) == 1
+
+
+@pytest.mark.parametrize("size", [100_000, 200_000, 600_000])
+def test_disconnect_after_a_long_body(stack, size):
+    # Reading is paused while much of a body waits to be taken; the last part must not leave it so, or the
+    # caller's end is never read.
+    stack.plan(lambda request: Plan(silent=True))
+    for _ in range(4):
+        body = json.dumps({"messages": HI, "stream": True, "padding": "x" * size}).encode()
+        with socket.create_connection(("127.0.0.1", stack.port)) as sock:
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body[:10])
+            time.sleep(0.02)
+            sock.sendall(body[10:])
+            stack.wait_for(lambda: stack.replica.running, "request in the engine")
+        stack.wait_for(lambda: not stack.replica.running, "request aborted")
 
 
 def test_aborts_are_counted(stack):
