@@ -35,7 +35,7 @@ from headrace.models.load import load_model
 
 log = logging.getLogger("headrace.engine")
 
-_KV_LAYOUT = "rows-k-v"
+_KV_LAYOUT = "head-major"
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 

@@ -55,7 +55,8 @@ def test_mixed_batch(rule: str, dtype: torch.dtype, consecutive: bool) -> None:
 @pytest.mark.parametrize("rule", ["plain", "window shorter than the contexts", "softcap", "sinks"])
 def test_lone_decode(rule: str, context: int, dtype: torch.dtype, consecutive: bool) -> None:
     case = make_case(dtype, entries=((context, 1),), consecutive=consecutive, **RULES[rule])
-    case.check(run(case), TOLERANCE[dtype])
+    # the more keys, the smaller the mean of their values, to which the error is relative
+    case.check(run(case), TOLERANCE[dtype] * (1 + context / 2000))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
