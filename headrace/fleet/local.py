@@ -1,8 +1,8 @@
 """Replica processes on this machine: started, watched, restarted with back-off, stopped.
 
 LocalReplica ──spawns──► python -m headrace.replica
-    stdin   one JSON line: what to load; stays open, so that EOF tells the child its parent is gone
-    stdout  JSON lines: {"event": "loading" | "ready" | "error", ...}
+    stdin   a ReplicaSpec; stays open, so that EOF tells the child its parent is gone
+    stdout  ReplicaEvents
     stderr  inherited: the child's log
 """
 
@@ -17,12 +17,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from headrace.core import errors
 from headrace.core.knobs import EngineConfig
+from headrace.core.launch import ReplicaEvent, ReplicaSpec
 
 log = logging.getLogger("headrace.fleet")
 
@@ -34,30 +34,6 @@ STOP_MARGIN_S = 5.0
 # Weights in pages of 2 MiB are read a tenth to a fifth faster than in pages of 4 KiB where the system
 # grants huge pages on request only; the first asks for malloc, the second for torch's own allocator.
 ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
-
-
-class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica process is told on its first line of standard input."""
-
-    replica_id: str
-    model: str
-    folder: str
-    revision: str
-    socket: str
-    engine: EngineConfig
-
-
-class ReplicaEvent(msgspec.Struct, frozen=True):
-    """One line of a replica's standard output."""
-
-    event: str
-    done: int = 0
-    total: int = 0
-    kind: str = ""
-    message: str = ""
-    hint: str | None = None
-    param: str | None = None
-    code: str | None = None
 
 
 class LocalReplica:
@@ -142,7 +118,7 @@ class LocalReplica:
                 if event.event == "ready":
                     return
                 if event.event == "error":
-                    raise _startup_error(event)
+                    raise event.to_error()
                 if event.event == "loading" and self._on_loading is not None:
                     self._on_loading(event.done, event.total)
         except (BrokenPipeError, ConnectionResetError, msgspec.DecodeError) as error:
@@ -203,19 +179,3 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-def _startup_error(event: ReplicaEvent) -> errors.HeadraceError:
-    kinds: dict[str, Any] = {
-        kind.__name__: kind
-        for kind in (
-            errors.UsageError,
-            errors.ModelNotFoundError,
-            errors.UnsupportedModelError,
-            errors.CorruptFileError,
-            errors.InsufficientMemoryError,
-        )
-    }
-    kind = kinds.get(event.kind, errors.EngineError)
-    error: errors.HeadraceError = kind(event.message, hint=event.hint, param=event.param, code=event.code)
-    return error

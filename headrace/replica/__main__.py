@@ -9,13 +9,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from headrace.core.errors import EngineError, HeadraceError
+from headrace.core.errors import EngineError, HeadraceError, UsageError
+from headrace.core.launch import ReplicaEvent, ReplicaSpec
 from headrace.replica.connections import bind
-from headrace.replica.spec import ReplicaSpec
 
 _PROGRESS_INTERVAL_S = 0.1
 
@@ -29,7 +28,7 @@ def main() -> int:
     report = _Reporter()
     line = _read_line(0)
     try:
-        spec = ReplicaSpec.decode(line)
+        spec = _decode(line)
         listener = bind(Path(spec.socket))
         # Only now, as it imports torch: mistakes above are reported at once.
         from headrace.engine.engine import Engine
@@ -75,28 +74,28 @@ class _Reporter:
         now = time.monotonic()
         if done >= total or now - self._last >= _PROGRESS_INTERVAL_S:
             self._last = now
-            self._write({"event": "loading", "done": done, "total": total})
+            self._write(ReplicaEvent("loading", done=done, total=total))
 
     def ready(self) -> None:
-        self._write({"event": "ready"})
+        self._write(ReplicaEvent("ready"))
         os.close(self._fd)
 
     def error(self, error: HeadraceError) -> None:
-        self._write(
-            {
-                "event": "error",
-                "kind": type(error).__name__,
-                "message": error.message,
-                "hint": error.hint,
-                "param": error.param,
-                "code": error.code,
-            }
-        )
+        self._write(ReplicaEvent.of_error(error))
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: ReplicaEvent) -> None:
         # If the parent is gone, standard input will say so.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+
+def _decode(line: bytes) -> ReplicaSpec:
+    try:
+        return msgspec.json.decode(line, type=ReplicaSpec)
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"standard input must hold one JSON line that describes the replica: {error}"
+        ) from error
 
 
 def _read_line(fd: int) -> bytes:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import HeadraceError, InvalidRequestError, UnavailableError
+from headrace.core.launch import ReplicaSpec
 from headrace.core.messages import Abort, Drain, Failed, Health, Hello, Output, Probe, Step, Submit, ToReplica
 from headrace.core.request import Request
 from headrace.engine.engine import Engine, failed_message
 from headrace.replica.connections import Connection, ConnectionClosed
-from headrace.replica.spec import ReplicaSpec
 
 log = logging.getLogger("headrace.replica")
 

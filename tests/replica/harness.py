@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from headrace.core.knobs import EngineConfig
+from headrace.core.launch import ReplicaSpec
 from headrace.core.messages import Abort, Failed, Health, Hello, Output, Probe, Step, Submit
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.core.wire import encode_frame, gateway_decoder
-from headrace.replica.spec import ReplicaSpec
 
 PATIENCE_S = 120.0  # a bound for a loaded machine; nothing here normally takes a second
 

@@ -1,0 +1,59 @@
+"""What a replica process and whoever starts it tell each other before there is a socket between them.
+
+starter ──► replica    ReplicaSpec, one JSON line on its standard input
+replica ──► starter    ReplicaEvent, one JSON line on its standard output for each stage of its start
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headrace.core import errors
+from headrace.core.knobs import EngineConfig
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """``model`` is the name it was asked for by, ``folder`` holds it, ``socket`` is the path to listen on."""
+
+    replica_id: str
+    model: str
+    folder: str
+    revision: str
+    socket: str
+    engine: EngineConfig
+
+
+class ReplicaEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``loading`` tells bytes of weights ``done`` and in all; ``ready`` and ``error`` are the last.
+
+    ``kind`` is the error's class in ``core.errors``.
+    """
+
+    event: Literal["loading", "ready", "error"]
+    done: int = 0
+    total: int = 0
+    kind: str = ""
+    message: str = ""
+    hint: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of_error(cls, error: errors.HeadraceError) -> ReplicaEvent:
+        return cls(
+            "error",
+            kind=type(error).__name__,
+            message=error.message,
+            hint=error.hint,
+            param=error.param,
+            code=error.code,
+        )
+
+    def to_error(self) -> errors.HeadraceError:
+        """The error that it tells of; EngineError for a kind that ends no start."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, errors.StartupError)):
+            kind = errors.EngineError
+        return kind(self.message, hint=self.hint, param=self.param, code=self.code)
