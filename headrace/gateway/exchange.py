@@ -89,24 +89,19 @@ class Exchange:
         announced = self.content_length
         if announced is not None and announced.isdigit() and int(announced[:20]) > limit:
             raise _too_large(f"{int(announced[:20])} bytes", limit)
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            body: bytes = message.get("body", b"")
-            if len(body) > limit:
-                raise _too_large(f"{len(body)} bytes", limit)
-            return body
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read_rest(message, limit)
+                return await self._read_all(limit)
         except TimeoutError:
             raise InvalidRequestError(
                 f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout"
             ) from None
 
-    async def _read_rest(self, message: Message, limit: int) -> bytes:
+    async def _read_all(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
+            message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
                 raise Disconnected
@@ -117,7 +112,6 @@ class Exchange:
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)
-            message = await self._receive()
 
     def watch(self, on_disconnect: Callable[[], None] | None = None) -> None:
         """Calls ``on_disconnect`` as soon as the caller goes; also at once, when it has gone already.

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from headrace.core.knobs import GatewayConfig
+from headrace.gateway import exchange
 from tests.gateway.fake_replica import Plan
 from tests.gateway.tiny import CHAT, Stack, call, chat, open_request
 
@@ -60,6 +61,17 @@ def test_disconnect_in_the_middle_of_the_body(stack):
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     assert chat(stack).status == 200
     assert len(stack.replica.requests) == 1
+
+
+@pytest.mark.parametrize("start", [b"", b"{"])
+def test_a_body_that_never_arrives_gives_its_permit_back(stack, monkeypatch, start):
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.05)
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=20) as sock:
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + start)
+        answer = sock.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400") and b"body_timeout" in answer
+    monkeypatch.undo()
+    assert chat(stack).status == 200
 
 
 @pytest.mark.parametrize("size", [100_000, 200_000, 600_000])
