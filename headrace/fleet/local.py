@@ -150,8 +150,9 @@ class LocalReplica:
             self.num_restarts += 1
             try:
                 await self._spawn()
-            except errors.HeadraceError as error:
-                log.error("replica %s did not start: %s", self.spec.replica_id, error.message)
+            except (errors.HeadraceError, OSError, ValueError) as error:
+                # OSError: no process to be had just now, as when memory is short
+                log.error("replica %s did not start: %s", self.spec.replica_id, error)
                 await self._end_process(0.0)
             else:
                 log.info("replica %s is back", self.spec.replica_id)

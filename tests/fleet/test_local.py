@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -80,6 +81,27 @@ async def test_a_killed_replica_comes_back(tmp_path: Path, monkeypatch: pytest.M
     assert first is not None
     os.kill(first, signal.SIGKILL)
     while subject.num_restarts == 0 or subject.pid == first:
+        await asyncio.sleep(0.01)
+    await subject.stop(1.0)
+
+
+async def test_a_machine_without_room_for_a_process_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "FIRST_BACKOFF_S", 0.01)
+    subject = replica(tmp_path, monkeypatch, READY)
+    await subject.start()
+    first = subject.pid
+    assert first is not None
+    spawn = asyncio.create_subprocess_exec
+
+    async def refuse(*args: object, **kwargs: object) -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+        raise OSError(errno.EAGAIN, "no process to be had")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    os.kill(first, signal.SIGKILL)
+    while subject.num_restarts < 2 or subject.pid == first:
         await asyncio.sleep(0.01)
     await subject.stop(1.0)
 
