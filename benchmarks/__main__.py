@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import fcntl
 import importlib
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.peers import cache_root
 from headrace.bench.report import render, to_json
 from headrace.core.errors import HeadraceError
 
@@ -44,7 +48,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(rest)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     try:
-        report, footer = bench.run(arguments, " ".join(["scripts/bench", *argv]))
+        with _alone():
+            report, footer = bench.run(arguments, " ".join(["scripts/bench", *argv]))
     except HeadraceError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
@@ -55,6 +60,20 @@ def main(argv: list[str]) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_bytes(to_json(report))
     return 0
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One bench at a time on a machine: two would measure each other."""
+    path = cache_root() / "bench" / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another bench is running: waiting for its end", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 if __name__ == "__main__":
