@@ -69,7 +69,6 @@ class Engine:
         torch.set_num_threads(self.num_threads)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         free_before = memory.available_bytes(self.device)
-        memory.check_weights_fit(folder, self.device, config.quantization)
         loaded = load_model(
             folder,
             dtype=dtype,

@@ -29,18 +29,6 @@ def available_bytes(device: torch.device) -> int:
     return min(_system_available(), _cgroup_available())
 
 
-def check_weights_fit(folder: Path, device: torch.device, quantization: str) -> None:
-    """Raises InsufficientMemoryError when the weight files alone are larger than what is free."""
-    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    free = available_bytes(device)
-    if needed > free:
-        raise InsufficientMemoryError(
-            f"the weights need {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are available",
-            hint="choose a smaller model or free memory"
-            + (", or try --quantization int8" if quantization == "none" else ""),
-        )
-
-
 def resolve_max_model_len(asked: int | None, limit: int) -> int:
     """The longest sequence: what was asked, at most what the model was made for."""
     if asked is None:
