@@ -148,7 +148,8 @@ class ModelRunner:
         row = self.sampler.row(sequence)
         if start == 0 or row.prompt_logprobs is None:
             row.prompt_logprobs = PromptLogprobs(sequence.sampling.prompt_logprobs or 0)
-        assert row.prompt_logprobs.num_positions == start + 1, "prompt log-probabilities have a gap"
+        known = min(start + 1, sequence.num_prompt_tokens)  # the rest is rescued output
+        assert row.prompt_logprobs.num_positions == known, "prompt log-probabilities have a gap"
         next_tokens = sequence.tokens[
             start + 1 : min(start + len(hidden) + 1, sequence.num_prompt_tokens)
         ].tolist()

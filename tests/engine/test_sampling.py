@@ -102,6 +102,24 @@ def test_a_rescued_stream_goes_on_as_it_would_have(tiny: Callable[..., Path]) ->
         assert run_tokens(make_engine(folder), [rest]) == [whole[5:]]
 
 
+def test_a_rescued_request_gets_its_prompt_logprobs_however_it_is_chunked(tiny: Callable[..., Path]) -> None:
+    folder = tiny("llama")
+    request = make_request("whole", PROMPT, max_tokens=40, prompt_logprobs=2)
+    whole = run(make_engine(folder), [request])["whole", 0]
+    prompt = request.token_ids()
+    prompt.extend(whole.tokens[:30])
+    rest = Request(
+        request_id="rest", prompt=prompt.tobytes(), sampling=request.sampling, num_output_tokens=30
+    )
+    got = run(make_engine(folder, max_num_batched_tokens=7), [rest])["rest", 0]
+    assert got.tokens == whole.tokens[30:]
+    assert got.prompt_logprobs is not None and whole.prompt_logprobs is not None
+    assert len(got.prompt_logprobs) == len(PROMPT)
+    for one, other in zip(got.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+        assert one is not None and other is not None
+        assert one.token_id == other.token_id and abs(one.logprob - other.logprob) < 1e-4
+
+
 def test_requests_without_a_seed_differ_and_can_be_repeated(tiny: Callable[..., Path]) -> None:
     folder = tiny("llama")
     requests = [make_request(str(i), PROMPT, temperature=1.0) for i in range(3)]
