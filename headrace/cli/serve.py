@@ -207,6 +207,8 @@ async def _report(client: ReplicaClient, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         now = client.stats
+        if now.num_steps < last.num_steps:
+            last = Stats()  # another replica process, which counts from zero
         if now.num_steps > last.num_steps:
             log.info("%s", throughput_line(last, now, interval_s))
         last = now
