@@ -38,9 +38,9 @@ def bind_socket(config: GatewayConfig) -> sockets.socket:
         found = sockets.getaddrinfo(
             config.host, config.port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise UsageError(
-            f"cannot resolve the host {config.host!r}: {error.strerror}",
+            f"cannot resolve the host {config.host!r}: {getattr(error, 'strerror', error)}",
             hint="Give --host an address of this machine, such as 127.0.0.1.",
             param="--host",
         ) from None

@@ -47,6 +47,11 @@ def test_a_host_that_does_not_resolve_is_named(monkeypatch):
         bind_socket(GatewayConfig(host="no.such.host", port=0))
 
 
+def test_a_host_that_is_no_name_is_told():
+    with pytest.raises(UsageError, match="cannot resolve"):
+        bind_socket(GatewayConfig(host="a" * 70, port=0))
+
+
 def test_accepted_sockets_do_not_delay(stack, monkeypatch):
     options = []
     original = GatewayProtocol.connection_made
