@@ -82,14 +82,22 @@ class Connection:
         return messages, None
 
     def send(self, message: Any) -> None:
-        """Queues one message and writes what the socket takes. Raises ConnectionClosed."""
-        frame = encode_frame(message)
+        """Queues one message and writes what the socket takes. Raises ConnectionClosed.
+
+        What counts against the cap is what waits behind the message that is being written: one that is
+        larger than the cap must not cost a peer that reads its connection.
+        """
+        try:
+            frame = encode_frame(message)
+        except FrameError as error:
+            raise ConnectionClosed(f"cannot be told: {error}") from error
         self._backlog.append(memoryview(frame))
         self._backlog_bytes += len(frame)
         self.flush()
-        if self._backlog_bytes > self._max_backlog_bytes:
+        waiting = self._backlog_bytes - len(self._backlog[0]) if self._backlog else 0
+        if waiting > self._max_backlog_bytes:
             raise ConnectionClosed(
-                f"does not read: {self._backlog_bytes} bytes wait, the limit is {self._max_backlog_bytes}"
+                f"does not read: {waiting} bytes wait, the limit is {self._max_backlog_bytes}"
             )
 
     def flush(self) -> None:

@@ -259,6 +259,21 @@ def test_a_reader_that_sleeps_is_cut_off(folder: Path, tmp_path: Path) -> None:
         replica.stop()
 
 
+def test_one_message_above_the_limit_reaches_a_peer_that_reads(folder: Path, tmp_path: Path) -> None:
+    knobs = {"max_num_batched_tokens": 4096, "kv_cache_gib": 0.1}
+    replica = Replica(folder, tmp_path, module="tests.replica.small_backlog", **knobs).wait_ready()
+    try:
+        peer = replica.connect()
+        # 800 KiB in one message: more than the limit and a socket's buffer together
+        peer.submit("long", [5, 6] * 240, prompt_logprobs=20, n=6, max_tokens=4)
+        outputs, failed = peer.until(
+            lambda outputs, failed: bool(failed) or sum(o.finish_reason is not None for o in outputs) == 6
+        )
+        assert not failed and sum(o.prompt_logprobs is not None for o in outputs) == 6
+    finally:
+        replica.stop()
+
+
 @pytest.mark.parametrize("how", ["signal", "message"])
 def test_draining_finishes_what_runs_and_refuses_the_rest(how: str, folder: Path, tmp_path: Path) -> None:
     replica = Replica(folder, tmp_path).wait_ready()
