@@ -12,10 +12,10 @@ from headrace.core.request import Request
 
 class SequenceStatus(enum.Enum):
     """
-        add ──► WAITING ──► RUNNING ──► FINISHED          abort: from anywhere to FINISHED
-                   ▲           │
-        HELD ──────┘           ▼
-        (samples 1.. of n)  PREEMPTED ──► RUNNING
+    add ──► WAITING ──► RUNNING ──► FINISHED          abort: from anywhere to FINISHED
+               ▲           │
+    HELD ──────┘           ▼
+    (samples 1.. of n)  PREEMPTED ──► RUNNING
     """
 
     WAITING = "waiting"
