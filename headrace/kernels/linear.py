@@ -13,6 +13,7 @@ embedding on.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,22 +50,30 @@ def pack_onednn(
     )
 
 
+def pack_once(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
+) -> PackedLinear:
+    """A head in FBGEMM's half-precision pack, so that its logits are float32; all else in oneDNN's layout."""
+    if few_rows and _fits_half(weight):
+        out_features, in_features = weight.shape
+        few = _half_packs(weight, bias)
+        return PackedLinear("half", in_features, out_features, bias=bias, few=few, dtype=weight.dtype)
+    return pack_onednn(weight, bias, gated=gated, few_rows=few_rows)
+
+
 def pack_twice(
     weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
 ) -> PackedLinear:
-    """oneDNN's layout for many rows and FBGEMM's half-precision pack for few; a head gets only the latter,
-    and so its logits in float32."""
+    """oneDNN's layout for many rows and FBGEMM's half-precision pack for few; a head gets only the latter."""
+    packed = pack_once(weight, bias, gated=gated, few_rows=few_rows)
+    if packed.form != "onednn" or not _fits_half(weight):
+        return packed
+    return replace(packed, few=_half_packs(weight, bias))
+
+
+def _fits_half(weight: Tensor) -> bool:
     low, high = torch.aminmax(weight)
-    if not (float(high) < _HALF_MAX and float(low) > -_HALF_MAX):
-        return pack_onednn(weight, bias, gated=gated, few_rows=few_rows)
-    out_features, in_features = weight.shape
-    few = _half_packs(weight, bias)
-    if few_rows:
-        return PackedLinear("half", in_features, out_features, bias=bias, few=few, dtype=weight.dtype)
-    many = pack_onednn(weight, bias, gated=gated)
-    return PackedLinear(
-        "onednn", in_features, out_features, many.weight, bias, up=many.up, few=few, dtype=weight.dtype
-    )
+    return float(high) < _HALF_MAX and float(low) > -_HALF_MAX
 
 
 def _half_packs(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
@@ -134,15 +143,15 @@ def gated_onednn(x: Tensor, packed: PackedLinear, activation: str) -> Tensor:
 
 
 def linear_int8(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
-    """``linear`` on the form of ``pack_int8``."""
+    """``linear`` on the form of ``pack_int8``; rows in float32 give float32 to full precision."""
     assert packed.weight is not None and packed.scales is not None
     # the kernel reads past the end of rows that are no multiple of 32 wide
     if x.shape[0] >= _INT8_ROWS or packed.in_features % 32:
-        y = F.linear(x, packed.dense(), packed.bias)
+        y = F.linear(x, packed.dense().to(x.dtype))
     else:
-        y = torch._weight_int8pack_mm(x, packed.weight, packed.scales)
-        if packed.bias is not None:
-            y = y.add_(packed.bias)
+        y = torch._weight_int8pack_mm(x, packed.weight, packed.scales.to(x.dtype))
+    if packed.bias is not None:
+        y = y.add_(packed.bias)
     return y if residual is None else y.add_(residual)
 
 

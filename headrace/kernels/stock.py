@@ -37,12 +37,13 @@ def select(
     elif quantization != "none":
         raise UsageError(f"quantization must be none or int8, got {quantization}", param="quantization")
     elif device.type == "cpu" and dtype is torch.bfloat16 and torch._C._has_mkldnn:
-        halves = decode_copies and "fbgemm" in torch.backends.quantized.supported_engines
-        ops["pack_linear"] = linear.pack_twice if halves else linear.pack_onednn
+        ops["pack_linear"] = linear.pack_onednn
+        if "fbgemm" in torch.backends.quantized.supported_engines:
+            ops["pack_linear"] = linear.pack_twice if decode_copies else linear.pack_once
         ops["linear"] = linear.linear_bfloat16
         ops["gated_linear"] = gated_linear
         ops["logits_head"] = logits_head_of(linear.linear_bfloat16)
-        if halves:
+        if ops["pack_linear"] is linear.pack_twice:
             ops["embedding"] = embedding_wide
     return ops
 
@@ -86,7 +87,8 @@ def logits_head_of(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``logits_head`` on top of one ``linear``."""
 
     def logits_head(hidden: Tensor, packed: PackedLinear, softcap: float | None = None) -> Tensor:
-        if packed.form == "half":
+        # logits rounded to bfloat16 tie at the top: in float32 wherever the weight's form allows it
+        if packed.form in ("half", "int8"):
             hidden = hidden.float()
         logits = apply(hidden, packed)
         if logits.dtype is not torch.float64:

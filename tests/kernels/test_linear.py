@@ -102,6 +102,23 @@ def test_logits_head(dtype: torch.dtype, quantization: str, tolerance: float, so
         assert_close(out, expected, tolerance)
 
 
+@pytest.mark.parametrize(("quantization", "copies"), [("none", True), ("none", False), ("int8", True)])
+def test_logits_are_not_rounded_to_bfloat16(quantization: str, copies: bool) -> None:
+    """Two rows that differ in the last bit of bfloat16 keep their order."""
+    ops = OpTable.stock("cpu", torch.bfloat16, quantization, decode_copies=copies)
+    weight = torch.ones(32, 64)
+    weight[7] += 2**-7
+    head = ops.pack_linear(weight.bfloat16(), few_rows=True)
+    hidden = torch.full((2, 64), 0.25, dtype=torch.bfloat16)
+    hidden[:, 0] = 17.0
+    logits = ops.logits_head(hidden, head)
+    held = head.dense().double()
+    if head.weight is not None and head.scales is not None:
+        held = head.weight.double() * head.scales.double()[:, None]
+    assert logits[0, 7] > logits[0, 6]
+    assert (logits.double() - hidden.double() @ held.T).abs().max() < 1e-4
+
+
 def test_a_tall_head_is_packed_in_slices() -> None:
     ops = OpTable.stock("cpu", torch.bfloat16)
     weight, bias = weights((40000, 32), torch.bfloat16, bias=True)
