@@ -184,10 +184,8 @@ class Engine:
             self._fail_all(schedule, error, result)
             return result
         sampling = [entry.sequence for entry in schedule.entries if entry.samples]
-        for index in sampled.invalid:
-            self._fail(
-                sampling[index], EngineError("the model gave no valid logits (NaN) for this request"), result
-            )
+        if sampled.invalid:
+            self._fail_invalid([sampling[index] for index in sampled.invalid], result)
         self.scheduler.update(schedule, sampled.token_ids)
         self._collect(sampling, sampled, result)
         return result
@@ -254,6 +252,15 @@ class Engine:
         )
         for entry in schedule.entries:
             self._fail(entry.sequence, cause, result)
+
+    def _fail_invalid(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Ends requests whose logits are NaN, and takes NaN out of their blocks: masked or not, a slot that
+        holds one makes NaN of whoever reads it, and blocks are handed on as they are."""
+        spoiled = self.runner.wipe_spoiled({block for s in sequences for block in s.block_table})
+        if spoiled:
+            self.block_pool.reset()
+        for sequence in [*sequences, *self.scheduler.holders(spoiled)]:
+            self._fail(sequence, EngineError("the model gave no valid logits (NaN) for this request"), result)
 
     def _fail(self, sequence: Sequence, error: HeadraceError, result: StepResult) -> None:
         """Ends all samples of a request and reports it, once."""

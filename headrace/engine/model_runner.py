@@ -8,6 +8,7 @@ hidden (tokens, H)  │ every row that samples its entry's next token ─► log
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +77,18 @@ class ModelRunner:
         )
         hidden = self.model.forward(self._token_ids(schedule), batch, self._kv)
         return self._sample(entries, hidden)
+
+    def wipe_spoiled(self, blocks: Collection[int]) -> set[int]:
+        """Zeroes those of ``blocks`` that hold a number which is not finite, in every layer; returns them."""
+        index = torch.tensor(sorted(blocks), dtype=torch.int64, device=self._device)
+        stores = [store for layer in self._kv for store in (layer.key_blocks, layer.value_blocks)]
+        sound = torch.ones(len(index), dtype=torch.bool, device=self._device)
+        for store in stores:  # (heads, num_blocks, block_size * dim)
+            sound &= store.index_select(1, index).isfinite().all(dim=-1).all(dim=0)
+        spoiled = index[~sound]
+        for store in stores:
+            store.index_fill_(1, spoiled, 0.0)
+        return set(spoiled.tolist())
 
     def warm_up(self) -> None:
         """Runs a prompt and a decode over block 0, so that the first request does not pay for what is

@@ -250,6 +250,10 @@ class Scheduler:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return finished
 
+    def holders(self, blocks: Collection[int]) -> list[Sequence]:
+        """The running sequences that have any of ``blocks``."""
+        return [sequence for sequence in self._running if not set(blocks).isdisjoint(sequence.block_table)]
+
     def check_integrity(self) -> None:
         """Asserts that lists, tables and pool agree, and that nothing is held when idle."""
         running, waiting = self._running, list(self._waiting)

@@ -17,6 +17,7 @@ from headrace.core.messages import BlocksRemoved, BlocksStored
 from headrace.engine import memory
 from headrace.engine.engine import Engine
 from headrace.kernels.table import OpTable
+from headrace.models.decoder import Decoder
 from tests.engine.harness import make_engine, make_request, run, run_tokens
 
 POISON = 299
@@ -60,6 +61,25 @@ def test_nan_fails_one_request_and_no_other(
     assert {(f.status, f.kind, f.code) for f in failed} == {(500, "server_error", "engine_error")}
     assert [tokens[request.request_id] for request in good] == expected
     assert set(tokens) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_in_the_cache_does_not_outlive_its_request(tiny: Callable[..., Path], dtype: str) -> None:
+    folder = tiny("llama")
+    prompts = [[3, 4], [5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
+    good = [make_request(str(i), prompt) for i, prompt in enumerate(prompts)]
+    expected = run_tokens(make_engine(folder, num_blocks=20, dtype=dtype), good)
+    engine = make_engine(folder, num_blocks=20, dtype=dtype)
+    assert isinstance(engine.runner.model, Decoder)
+    engine.runner.model._embedding[POISON] = math.nan
+    for _ in range(2):  # the second finds no blocks of the first
+        engine.add(make_request("bad", [20, 21, 22, 23, POISON, *range(30, 70)]))
+        steps = []
+        while engine.has_work:
+            steps.append(engine.step())
+        assert [failed.request_id for step in steps for failed in step.failed] == ["bad"]
+        assert len(steps) == 3 and engine.block_pool.num_cached == 0
+        assert run_tokens(engine, good) == expected
 
 
 def test_a_model_that_raises_fails_its_step_and_lives_on(
