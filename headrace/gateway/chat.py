@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import InvalidRequestError
 from headrace.core.messages import Hello
-from headrace.core.request import Request, SamplingParams
+from headrace.core.request import MAX_LOGPROBS, Request, SamplingParams
 from headrace.gateway.fields import chat_reader
 from headrace.gateway.generation import Generation, Sample
 from headrace.gateway.logprobs import chat_logprobs, prompt_logprobs
@@ -153,6 +153,8 @@ def _sampling(fields: ChatBody, hello: Hello) -> SamplingParams:
         logprobs = fields.top_logprobs or 0
     elif fields.top_logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    if logprobs is not None and logprobs < 0:
-        raise InvalidRequestError(f"top_logprobs must be in [0, 20], got {logprobs}", param="top_logprobs")
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {logprobs}", param="top_logprobs"
+        )
     return sampling_params(fields, max_tokens=max_tokens, logprobs=logprobs, vocab_size=hello.vocab_size)

@@ -97,7 +97,7 @@ def test_malformed_bodies(stack, body):
         ({"messages": HI, "logit_bias": {"1000000": 1}}, "logit_bias"),
         ({"messages": HI, "logit_bias": {"5": 1000}}, "logit_bias"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HI, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": HI, "stream": "yes"}, "stream"),
