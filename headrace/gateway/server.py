@@ -65,7 +65,6 @@ async def serve(
     model_name: str,
     served_names: Sequence[str],
     log: logging.Logger,
-    max_model_len: int | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     handle_signals: bool = True,
@@ -85,7 +84,6 @@ async def serve(
         model_name=model_name,
         served_names=served_names,
         log=log,
-        max_model_len=max_model_len,
     )
     server = _Server(
         uvicorn.Config(

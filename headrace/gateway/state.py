@@ -36,7 +36,6 @@ class Gateway:
         model_name: str,
         served_names: Sequence[str],
         log: logging.Logger,
-        max_model_len: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.client = client
@@ -50,13 +49,12 @@ class Gateway:
         self.max_body_bytes = int(config.max_body_mb * MEGABYTE)
         self.max_backlog_bytes = int(config.max_response_backlog_mb * MEGABYTE)
         self.draining = False
-        self._max_model_len = max_model_len
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output in tokens; 0 as long as no replica has said it."""
         hello = self.client.hello
-        return hello.max_model_len if hello is not None else self._max_model_len or 0
+        return hello.max_model_len if hello is not None else 0
 
     def require_replica(self) -> Hello:
         """The replica's greeting; UnavailableError while none is connected or the gateway stops."""
