@@ -12,6 +12,14 @@ from typing import Literal
 
 import msgspec
 
+from headrace.core.errors import (
+    ContextLengthError,
+    EngineError,
+    HeadraceError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from headrace.core.request import Request
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -79,6 +87,22 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     message: str
     param: str | None = None
     code: str | None = None
+
+    @classmethod
+    def of_error(cls, request_id: str, error: HeadraceError) -> Failed:
+        message = f"{error.message} ({error.hint})" if error.hint else error.message
+        return cls(request_id, error.status, error.kind, message, error.param, error.code)
+
+    def to_error(self) -> HeadraceError:
+        """The error that it tells of; EngineError for a status that no request can cause."""
+        kind: type[HeadraceError] = EngineError
+        if self.code == ContextLengthError.default_code:
+            kind = ContextLengthError
+        else:
+            for known in (InvalidRequestError, OverloadedError, UnavailableError):
+                if self.status == known.status:
+                    kind = known
+        return kind(self.message, param=self.param, code=self.code)
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):

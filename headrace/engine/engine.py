@@ -265,13 +265,7 @@ class Engine:
     def _fail(self, sequence: Sequence, error: HeadraceError, result: StepResult) -> None:
         """Ends all samples of a request and reports it, once."""
         if self.scheduler.abort(sequence.request_id):
-            result.failed.append(failed_message(sequence.request_id, error))
-
-
-def failed_message(request_id: str, error: HeadraceError) -> Failed:
-    """An error as it travels to the gateway."""
-    message = f"{error.message} ({error.hint})" if error.hint else error.message
-    return Failed(request_id, error.status, error.kind, message, error.param, error.code)
+            result.failed.append(Failed.of_error(sequence.request_id, error))
 
 
 def _seeds(seed: int | None) -> Iterator[int]:

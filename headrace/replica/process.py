@@ -25,7 +25,7 @@ from headrace.core.errors import HeadraceError, InvalidRequestError, Unavailable
 from headrace.core.launch import ReplicaSpec
 from headrace.core.messages import Abort, Drain, Failed, Health, Hello, Output, Probe, Step, Submit, ToReplica
 from headrace.core.request import Request
-from headrace.engine.engine import Engine, failed_message
+from headrace.engine.engine import Engine
 from headrace.replica.connections import Connection, ConnectionClosed
 
 log = logging.getLogger("headrace.replica")
@@ -134,7 +134,7 @@ class ReplicaProcess:
                 )
             samples = self._engine.add(request)
         except HeadraceError as error:
-            failed = failed_message(request.request_id, error)
+            failed = Failed.of_error(request.request_id, error)
             self._rejected.setdefault(connection, []).append(failed)
             return
         self._owners[request.request_id] = connection

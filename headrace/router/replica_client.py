@@ -32,7 +32,7 @@ from headrace.core.messages import (
 )
 from headrace.core.request import Request
 from headrace.core.wire import FrameError, encode_frame, gateway_decoder
-from headrace.router.replica_stream import ReplicaStream, error_from
+from headrace.router.replica_stream import ReplicaStream
 
 MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
@@ -209,7 +209,7 @@ class ReplicaClient:
     def _fail(self, failed: Failed) -> None:
         stream = self._streams.pop(failed.request_id, None)
         if stream is not None:
-            stream.fail(error_from(failed))
+            stream.fail(failed.to_error())
 
     def _lose(self, reason: str) -> None:
         self._greeted.clear()

@@ -5,15 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.core.errors import (
-    ContextLengthError,
-    EngineError,
-    HeadraceError,
-    InvalidRequestError,
-    OverloadedError,
-    UnavailableError,
-)
-from headrace.core.messages import Failed, Output
+from headrace.core.errors import HeadraceError, OverloadedError
+from headrace.core.messages import Output
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -160,19 +153,6 @@ class ReplicaStream:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def error_from(failed: Failed) -> HeadraceError:
-    """The error that a replica reports, as an exception of our tree."""
-    if failed.status == UnavailableError.status:
-        return UnavailableError(failed.message, param=failed.param, code=failed.code)
-    if failed.status == OverloadedError.status:
-        return OverloadedError(failed.message, param=failed.param, code=failed.code)
-    if failed.code == ContextLengthError.default_code:
-        return ContextLengthError(failed.message, param=failed.param)
-    if failed.status == InvalidRequestError.status:
-        return InvalidRequestError(failed.message, param=failed.param, code=failed.code)
-    return EngineError(failed.message, param=failed.param, code=failed.code)
 
 
 def _nothing() -> None:
