@@ -38,7 +38,7 @@ def select(
         raise UsageError(f"quantization must be none or int8, got {quantization}", param="quantization")
     elif device.type == "cpu" and dtype is torch.bfloat16 and torch._C._has_mkldnn:
         ops["pack_linear"] = linear.pack_onednn
-        if "fbgemm" in torch.backends.quantized.supported_engines:
+        if linear.HAS_FBGEMM:
             ops["pack_linear"] = linear.pack_twice if decode_copies else linear.pack_once
         ops["linear"] = linear.linear_bfloat16
         ops["gated_linear"] = gated_linear
@@ -88,7 +88,7 @@ def logits_head_of(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def logits_head(hidden: Tensor, packed: PackedLinear, softcap: float | None = None) -> Tensor:
         # logits rounded to bfloat16 tie at the top: in float32 wherever the weight's form allows it
-        if packed.form in ("half", "int8"):
+        if packed.form == "half":
             hidden = hidden.float()
         logits = apply(hidden, packed)
         if logits.dtype is not torch.float64:
