@@ -7,8 +7,9 @@
     │ tensor data, each aligned            │ memory-mapped, never copied here
     └──────────────────────────────────────┘
 
-Every count is checked against the bytes that are left before anything of that size is made, so a hostile
-header costs no more memory than the file itself. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Every count is checked against the bytes that are left, and the number of objects against a limit, before
+anything of that size is made: a hostile header costs memory in proportion to the file, up to a bound.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MAX_NAME_BYTES = 128
 MAX_KEY_BYTES = 65535
 MAX_ARRAY_DEPTH = 4
 MAX_OBJECTS = 1 << 24
+MAX_ENTRIES = 1 << 18
 _MIN_KV_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
@@ -236,6 +238,8 @@ class _Parser:
             )
         num_tensors = self.count("tensor count", _MIN_TENSOR_BYTES)
         num_pairs = self.count("metadata count", _MIN_KV_BYTES)
+        if max(num_tensors, num_pairs) > MAX_ENTRIES:
+            self.fail(f"{num_tensors} tensors and {num_pairs} metadata keys, at most {MAX_ENTRIES} of each")
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self.string("a metadata key", MAX_KEY_BYTES)

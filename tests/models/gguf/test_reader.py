@@ -138,6 +138,10 @@ HOSTILE = {
     "tensor count": (build(num_infos=HUGE), "tensor count"),
     "tensor count, plausible": (build(num_infos=9), "tensor count 9 needs at least 288 bytes, 272 are left"),
     "metadata count": (build(num_pairs=2**40), "metadata count"),
+    "metadata keys, too many": (
+        build(num_pairs=2**18 + 1, data=bytes(13 * (2**18 + 1))),
+        "262145 metadata keys, at most 262144",
+    ),
     "key length": (build(pairs=(struct.pack("<Q", HUGE),)), "metadata key"),
     "key not text": (build(pairs=(struct.pack("<Q", 2) + b"\xff\xfe",)), "not UTF-8"),
     "value type": (build(pairs=(pair("k", 77, b""),)), "type 77"),
