@@ -24,7 +24,6 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    _sleep_between_kernels()
     report = _Reporter()
     line = _read_line(0)
     try:
@@ -50,16 +49,6 @@ def main() -> int:
     report.ready()
     process.run()
     return 0
-
-
-def _sleep_between_kernels() -> None:
-    """Lets OpenMP threads spin for some microseconds at a barrier, then sleep; read when torch is imported.
-
-    A trade: libgomp's own default spins for milliseconds, so that one busy neighbour on the cores stalls
-    every step, but on quiet cores it wakes up sooner. Either variable, if set, is left as it is.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 class _Reporter:
