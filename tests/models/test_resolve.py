@@ -185,6 +185,7 @@ def test_the_hub_refusals_are_told_apart(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(ModelNotFoundError, match=message) as caught:
         resolve_model("org/name")
     assert hint in str(caught.value.hint)
