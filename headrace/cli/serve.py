@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.cli.config_file import FileValue, read_config_file
-from headrace.cli.console import Printer, gib, set_up_logging
+from headrace.cli.console import Printer, gib
 from headrace.cli.flags import add_flags, check_names, load_config, non_defaults
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig
+from headrace.core.logs import set_up_logging
 from headrace.core.messages import Hello, Stats
 from headrace.core.version import __version__
 
@@ -109,6 +110,7 @@ async def _serve(settings: Settings, printer: Printer) -> None:
             folder=model.folder,
             revision=model.revision,
             engine=settings.engine,
+            logs=settings.logs,
             on_loading=lambda done, total: progress("loading weights", done, total),
         )
         loading = asyncio.create_task(replica.start())

@@ -11,11 +11,14 @@ from typing import Literal
 import msgspec
 
 from headrace.core import errors
-from headrace.core.knobs import EngineConfig
+from headrace.core.knobs import EngineConfig, LogConfig
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """``model`` is the name it was asked for by, ``folder`` holds it, ``socket`` is the path to listen on."""
+    """``model`` is the name it was asked for by, ``folder`` holds it, ``socket`` is the path to listen on.
+
+    ``revision`` names the weights; empty: the replica takes their digest as it loads them.
+    """
 
     replica_id: str
     model: str
@@ -23,6 +26,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     socket: str
     engine: EngineConfig
+    logs: LogConfig = LogConfig()
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, omit_defaults=True):

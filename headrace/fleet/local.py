@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.core import errors
-from headrace.core.knobs import EngineConfig
+from headrace.core.knobs import EngineConfig, LogConfig
 from headrace.core.launch import ReplicaEvent, ReplicaSpec
 
 log = logging.getLogger("headrace.fleet")
@@ -66,6 +66,7 @@ class LocalReplica:
         folder: Path,
         revision: str,
         engine: EngineConfig,
+        logs: LogConfig | None = None,
         on_loading: Callable[[int, int], None] | None = None,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="headrace-")
@@ -76,6 +77,7 @@ class LocalReplica:
             revision=revision,
             socket=str(Path(self._directory.name) / "replica.sock"),
             engine=engine,
+            logs=logs or LogConfig(),
         )
         self._on_loading = on_loading
         self._process: asyncio.subprocess.Process | None = None

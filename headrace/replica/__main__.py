@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.core.errors import EngineError, HeadraceError, UsageError
 from headrace.core.launch import ReplicaEvent, ReplicaSpec
+from headrace.core.logs import set_up_logging
 from headrace.replica.connections import bind
 
 _PROGRESS_INTERVAL_S = 0.1
@@ -21,13 +22,11 @@ _PROGRESS_INTERVAL_S = 0.1
 
 def main() -> int:
     """Returns the process's exit code."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     report = _Reporter()
     line = _read_line(0)
     try:
         spec = _decode(line)
+        set_up_logging(spec.logs)
         listener = bind(Path(spec.socket))
         # Only now, as it imports torch: mistakes above are reported at once.
         from headrace.engine.engine import Engine

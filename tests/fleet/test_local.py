@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import EngineError, InsufficientMemoryError
-from headrace.core.knobs import EngineConfig
+from headrace.core.knobs import EngineConfig, LogConfig
 from headrace.fleet import local
 
 CHILD = """#!{python}
 import json, os, signal, sys
 spec = json.loads(sys.stdin.readline())
+assert spec["logs"]["log_json"]
 def say(**event): print(json.dumps(event), flush=True)
 say(event="loading", done=1, total=2)
 {body}
@@ -43,6 +44,7 @@ def replica(
         folder=tmp_path,
         revision="1",
         engine=EngineConfig(),
+        logs=LogConfig(log_json=True),
         on_loading=lambda done, total: seen.append((done, total)),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.knobs import EngineConfig
+from headrace.core.knobs import EngineConfig, LogConfig
 from headrace.core.launch import ReplicaSpec
 from headrace.core.messages import Abort, Failed, Health, Hello, Output, Probe, Step, Submit
 from headrace.core.request import Request, SamplingParams, pack_tokens
@@ -26,7 +26,13 @@ class Replica:
     """``python -m headrace.replica`` (or another module with its protocol)."""
 
     def __init__(
-        self, folder: Path, directory: Path, *, module: str = "headrace.replica", **knobs: Any
+        self,
+        folder: Path,
+        directory: Path,
+        *,
+        module: str = "headrace.replica",
+        logs: LogConfig | None = None,
+        **knobs: Any,
     ) -> None:
         engine = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 500, "block_size": 4}
         self.socket = directory / "private" / "replica.sock"
@@ -37,6 +43,7 @@ class Replica:
             revision="",
             socket=str(self.socket),
             engine=EngineConfig(**{**engine, "kv_cache_gib": 0.01, "max_num_seqs": 8, **knobs}),
+            logs=logs or LogConfig(),
         )
         self.process = start(module)
         assert self.process.stdin is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.knobs import LogConfig
 from headrace.core.messages import Drain, Submit
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.core.wire import encode_frame
@@ -297,6 +298,23 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(how: str, folder: Path
         assert not replica.socket.exists()
     finally:
         replica.stop()
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_it_logs_as_it_is_told(
+    level: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = LogConfig(log_level=level, log_json=True)  # type: ignore[arg-type]
+    replica = Replica(folder, tmp_path, logs=logs).wait_ready()
+    try:
+        replica.connect()  # its greeting says that it handles signals
+        replica.process.send_signal(signal.SIGTERM)
+        assert replica.process.wait(PATIENCE_S) == 0
+    finally:
+        replica.stop()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    told = [line["level"] for line in lines if "signal received" in line["message"]]
+    assert told == (["info"] if level == "info" else [])
 
 
 def test_it_leaves_with_its_parent(folder: Path, tmp_path: Path) -> None:
