@@ -23,7 +23,7 @@ from benchmarks import peers
 from benchmarks.bf16_gguf import bf16_copy
 from benchmarks.child import Child, ChildError, Server, free_port, niced
 from headrace.bench.workload import token_prompts
-from headrace.fleet.local import ENGINE_ENVIRONMENT
+from headrace.fleet.local import engine_environment
 
 SIDES = ("headrace", "transformers", "vllm-eager", "vllm-compiled", "llama-bf16", "llama-file")
 MAX_MODEL_LEN = 4096
@@ -106,7 +106,7 @@ class ChildContender(Contender):
         log = peers.cache_root() / "bench" / "logs" / f"{model.name}-{side}.log"
         command = _child_command(side, model, threads)
         # Our engine's process is started as headrace serve starts it.
-        variables = ENGINE_ENVIRONMENT if side == "headrace" else {}
+        variables = engine_environment() if side == "headrace" else {}
         self._child = Child(
             command,
             environment={**variables, **environment(threads)},
