@@ -60,6 +60,8 @@ class Engine:
     ) -> None:
         """Loads the model in ``folder``; ``progress`` is told bytes of weights done and in all.
 
+        ``revision`` names the weights in block identities; empty: a digest of them is taken.
+
         Raises StartupErrors: the model cannot be loaded, does not fit, or the configuration is wrong.
         """
         started = time.monotonic()
@@ -74,6 +76,7 @@ class Engine:
             dtype=dtype,
             device=self.device,
             quantization=config.quantization,
+            revision=revision,
             progress=progress,
             free_bytes=free_before,
         )
@@ -91,9 +94,8 @@ class Engine:
             free_bytes,
             on_card=self.device.type == "cuda",
         )
-        revision = revision or loaded.revision
         root = root_identity(
-            model_revision=revision,
+            model_revision=loaded.revision,
             kv_dtype=str(dtype).removeprefix("torch."),
             kv_layout=_KV_LAYOUT,
             block_size=config.block_size,
@@ -122,7 +124,7 @@ class Engine:
         self._num_steps = 0
         self._seeds = _seeds(config.seed)
         self.hello_fields: dict[str, Any] = {
-            "model_revision": revision,
+            "model_revision": loaded.revision,
             "device": _describe(self.device, self.num_threads),
             "dtype": str(dtype).removeprefix("torch."),
             "vocab_size": self.vocab_size,

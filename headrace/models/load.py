@@ -37,14 +37,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str = "none",
+    revision: str = "",
     progress: Progress | None = None,
     free_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads a folder in the Hugging Face layout: our decoder if it covers the family, else Transformers'
     definition with our attention.
 
-    ``quantization`` is "none" or "int8"; ``progress`` gets bytes done and bytes in all; ``free_bytes`` is
-    the memory there is, None: enough. Raises InsufficientMemoryError when the weights do not fit in it,
+    ``quantization`` is "none" or "int8"; ``revision`` is what names the weights, empty: a digest of them;
+    ``progress`` gets bytes done and bytes in all; ``free_bytes`` is the memory there is, None: enough.
+    Raises InsufficientMemoryError when the weights do not fit in it,
     ModelNotFoundError for missing files, CorruptFileError for damaged ones, UnsupportedModelError for
     a model that cannot be run faithfully.
     """
@@ -78,7 +80,7 @@ def load_model(
     return LoadedModel(
         model=model,
         eos_token_ids=eos_token_ids,
-        revision=weights_revision(folder, checkpoint.files),
+        revision=revision or weights_revision(folder, checkpoint.files),
         weights_bytes=model.nbytes,
         notes=notes,
     )

@@ -11,12 +11,10 @@ No torch here: the command line resolves before it starts the process that needs
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace.core.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
 from headrace.models.cache import Progress, no_progress, read_json
@@ -31,7 +29,11 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """``folder`` is complete; ``revision`` changes when anything in it does; ``source`` is for people."""
+    """``folder`` is complete; ``source`` is for people.
+
+    ``revision`` names the weights on every machine: a GGUF file's digest (with the dtype and converter's
+    version), a hub model's commit; empty for other folders, whose digest the engine takes as it loads.
+    """
 
     name: str
     folder: Path
@@ -67,9 +69,8 @@ def resolve_model(name: str, *, dtype: str = "bfloat16", progress: Progress | No
         return _from_gguf(name, path, dtype, progress)
     if _HUB_ID.fullmatch(name) and not name.startswith(".") and path.suffix != ".gguf":
         folder = fetch_snapshot(name, progress)
-        return ResolvedModel(
-            name, folder, check_folder(folder), f"Hugging Face hub, commit {folder.name[:12]}"
-        )
+        check_folder(folder)
+        return ResolvedModel(name, folder, folder.name, f"Hugging Face hub, commit {folder.name[:12]}")
     raise _not_found(name, path)
 
 
@@ -106,29 +107,18 @@ def _from_folder(name: str, path: Path, dtype: str, progress: Progress) -> Resol
                 f"{path} holds {len(whole)} GGUF models: {', '.join(file.name for file in whole[:5])}",
                 hint=f"Name one, such as {whole[0]}.",
             )
-    return ResolvedModel(name, path, check_folder(path), str(path))
+    check_folder(path)
+    return ResolvedModel(name, path, "", str(path))
 
 
-def check_folder(folder: Path) -> str:
-    """Makes sure that a model folder is complete, without reading weights; its revision.
-
-    The revision covers config.json and every weight file's name, size and modification time.
-    """
-    config = _config(folder)
-    files = _weight_files(folder)
-    for file in files:
+def check_folder(folder: Path) -> None:
+    """Makes sure that a model folder is complete, without reading weights."""
+    _check_config(folder)
+    for file in _weight_files(folder):
         _check_safetensors(file)
-    record = read_json(folder / "headrace.json")
-    if isinstance(record, dict) and isinstance(record.get("revision"), str):
-        return str(record["revision"])
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in files:
-        stat = file.stat()
-        digest.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _check_config(folder: Path) -> None:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -141,7 +131,6 @@ def _config(folder: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path} is not JSON: {error}", hint="Download the model again.") from error
     if not isinstance(config, dict):
         raise CorruptFileError(f"{path} must hold an object, holds {type(config).__name__}")
-    return config
 
 
 def _weight_files(folder: Path) -> list[Path]:

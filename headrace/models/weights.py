@@ -130,11 +130,8 @@ class Checkpoint:
 
 
 def weights_revision(folder: Path, files: Iterable[SafetensorsFile]) -> str:
-    """What identifies the weights: the hub's commit when the folder is a snapshot, else a digest over
-    config.json, headers and samples of every tensor."""
-    resolved = folder.resolve()
-    if resolved.parent.name == "snapshots" and len(resolved.name) == 40:
-        return resolved.name
+    """What identifies the weights of a folder that nothing else names: a digest over config.json, headers
+    and samples of every tensor, the same wherever the folder lies."""
     state = sha256((folder / "config.json").read_bytes())
     for file in files:
         state.update(file.path.name.encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,16 @@ def test_ops_are_swapped_at_the_next_step(tiny: Callable[..., Path]) -> None:
         first + rest
         == run_tokens(make_engine(tiny("llama")), [make_request("r", [3, 4, 5], max_tokens=4)])[0]
     )
+
+
+def test_replicas_agree_on_identities_when_their_weights_are_the_same(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(tiny("llama"), tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    one, other = (make_engine(folder).hello_fields for folder in (tiny("llama"), copy))
+    assert one["model_revision"] and one["root_identity"] == other["root_identity"]
+    named = Engine(EngineConfig(device="cpu", threads=1, kv_cache_gib=0.02), copy, revision="r")
+    assert named.hello_fields["model_revision"] == "r"
 
 
 def test_events_tell_what_can_be_reused(tiny: Callable[..., Path]) -> None:
