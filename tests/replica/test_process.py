@@ -307,13 +307,13 @@ def test_it_logs_as_it_is_told(
     logs = LogConfig(log_level=level, log_json=True)  # type: ignore[arg-type]
     replica = Replica(folder, tmp_path, logs=logs).wait_ready()
     try:
-        replica.connect()  # its greeting says that it handles signals
-        replica.process.send_signal(signal.SIGTERM)
+        assert replica.process.stdin is not None
+        replica.process.stdin.close()
         assert replica.process.wait(PATIENCE_S) == 0
     finally:
         replica.stop()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
-    told = [line["level"] for line in lines if "signal received" in line["message"]]
+    told = [line["level"] for line in lines if "parent is gone" in line["message"]]
     assert told == (["info"] if level == "info" else [])
 
 
