@@ -127,7 +127,7 @@ async def _serve(settings: Settings, printer: Printer) -> None:
                 await loading
             raise
         await loading
-    client = ReplicaClient(replica.socket, log=log)
+    client = ReplicaClient(replica.socket, log=log, on_hang=replica.kill)
     client.start()
     reporter: asyncio.Task[None] | None = None
     try:

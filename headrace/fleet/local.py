@@ -114,6 +114,13 @@ class LocalReplica:
         await self._end_process(grace_s)
         self._directory.cleanup()
 
+    def kill(self, pid: int) -> None:
+        """Ends the process of that pid if it is the present one, which is then replaced."""
+        process = self._process
+        if process is not None and process.pid == pid and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
     async def _spawn(self) -> None:
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,

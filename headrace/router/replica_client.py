@@ -39,6 +39,11 @@ MAX_BACKOFF_S = 1.0
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
 DEFAULT_BACKLOG_BYTES = 16 * 1024 * 1024
 
+# A replica answers between two steps, and one step may take long on a busy machine: it is asked whether
+# it is alive after much silence only, and gets much time to answer.
+SILENCE_S = 120.0
+PROBE_TIMEOUT_S = 60.0
+
 
 class ReplicaClient:
     """Submits requests to the replica that listens on a Unix socket.
@@ -53,19 +58,24 @@ class ReplicaClient:
         *,
         log: logging.Logger | None = None,
         max_backlog_bytes: int = DEFAULT_BACKLOG_BYTES,
+        on_hang: Callable[[int], None] | None = None,
     ) -> None:
+        """``on_hang`` is told the pid of a replica that has stopped answering."""
         self.path = str(path)
         self.hello: Hello | None = None
         self.stats = Stats()
         self.on_events: Callable[[int, Sequence[CacheEvent]], None] | None = None
         self._log = log or logging.getLogger(__name__)
         self._max_backlog_bytes = max_backlog_bytes
+        self._on_hang = on_hang
+        self._heard_at = 0.0  # when the replica last spoke, or was last given work while idle
         self._link: _Link | None = None
         self._streams: dict[str, ReplicaStream] = {}
         self._probes: dict[int, asyncio.Future[Health]] = {}
         self._nonces = itertools.count(1)
         self._greeted: asyncio.Event = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(cls, path: str | Path, *, timeout: float | None = 30.0) -> ReplicaClient:
@@ -91,15 +101,18 @@ class ReplicaClient:
     def start(self) -> None:
         """Begins to connect, and to connect again whenever the replica goes away."""
         assert self._runner is None, "already started"
-        self._runner = asyncio.get_running_loop().create_task(self._run(), name="replica-client")
+        loop = asyncio.get_running_loop()
+        self._runner = loop.create_task(self._run(), name="replica-client")
+        self._watchdog = loop.create_task(self._watch(), name="replica-watchdog")
 
     async def close(self) -> None:
         """Ends the connection; open streams end with UnavailableError."""
-        if self._runner is not None:
-            self._runner.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._runner
-            self._runner = None
+        for task in (self._watchdog, self._runner):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._watchdog = self._runner = None
         if self._link is not None:
             self._link.abort()
         self._lose("the client was closed")
@@ -129,6 +142,8 @@ class ReplicaClient:
             max_backlog_bytes or self._max_backlog_bytes,
         )
         frames = b"".join([encode_frame(Submit(request)) for request in requests])
+        if not self._streams:
+            self._heard_at = asyncio.get_running_loop().time()
         for request in requests:
             assert request.request_id not in self._streams, "request ids must be unique"
             self._streams[request.request_id] = stream
@@ -185,6 +200,7 @@ class ReplicaClient:
 
     def receive(self, message: FromReplica) -> None:
         """Hands one decoded message to whoever waits for it."""
+        self._heard_at = asyncio.get_running_loop().time()
         if type(message) is Step:
             self.stats = message.stats
             streams = self._streams
@@ -220,6 +236,30 @@ class ReplicaClient:
         for future in self._probes.values():
             if not future.done():
                 future.set_exception(UnavailableError(f"the replica went away ({reason})"))
+
+    async def _watch(self) -> None:
+        """Notices a replica that is alive and does nothing, as long as requests wait for it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SILENCE_S / 8)
+            link, heard_at = self._link, self._heard_at
+            if link is None or not self._streams or loop.time() - heard_at < SILENCE_S:
+                continue
+            try:
+                await self.probe(PROBE_TIMEOUT_S)
+            except UnavailableError:
+                # any frame is a sign of life, and another connection another replica
+                if self._link is link and self._heard_at == heard_at:
+                    self._give_up(link)
+
+    def _give_up(self, link: _Link) -> None:
+        pid = self.hello.pid if self.hello is not None else 0
+        silence = SILENCE_S + PROBE_TIMEOUT_S
+        self._log.error("replica at %s (pid %d) hangs: not a word for %.0f s", self.path, pid, silence)
+        self.fail_all("the replica does not answer and is being restarted; the request was not finished")
+        link.abort()
+        if self._on_hang is not None:
+            self._on_hang(pid)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

@@ -87,6 +87,23 @@ async def test_a_killed_replica_comes_back(tmp_path: Path, monkeypatch: pytest.M
     await subject.stop(1.0)
 
 
+async def test_one_that_hangs_is_killed_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "FIRST_BACKOFF_S", 0.01)
+    subject = replica(tmp_path, monkeypatch, READY)
+    await subject.start()
+    first = subject.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    subject.kill(first + 1)  # another process's pid
+    subject.kill(first)
+    async with asyncio.timeout(30):
+        while subject.num_restarts == 0 or subject.pid == first:
+            await asyncio.sleep(0.01)
+    await subject.stop(1.0)
+
+
 async def test_a_machine_without_room_for_a_process_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ class FakeReplica:
         self.plan = plan
         self.interval = interval
         self.greets = greets
+        self.hangs = False  # neither steps nor answers probes
         self.num_cached_tokens = 0
         self.requests: list[Request] = []
         self.aborts: list[Abort] = []
@@ -162,7 +163,7 @@ class FakeReplica:
                 self.running.pop(message.request_id, None)
             elif message.request_id in self.running:
                 self.running[message.request_id].aborted.add(message.sample_index)
-        elif isinstance(message, Probe):
+        elif isinstance(message, Probe) and not self.hangs:
             health = Health(nonce=message.nonce, draining=False, stats=self._stats())
             writer.write(encode_frame(health))
 
@@ -184,7 +185,7 @@ class FakeReplica:
 
     def _advance(self, running: Running) -> list[Output]:
         plan, request = running.plan, running.request
-        if plan.silent:
+        if plan.silent or self.hangs:
             return []
         if running.waited < plan.start_after:
             running.waited += 1

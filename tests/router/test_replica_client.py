@@ -10,6 +10,7 @@ from headrace.core.errors import EngineError, OverloadedError, UnavailableError
 from headrace.core.messages import BlocksStored, Failed, Output, Stats, Step
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.core.wire import encode_frame
+from headrace.router import replica_client
 from headrace.router.replica_client import ReplicaClient
 from headrace.router.replica_stream import ReplicaStream
 from tests.gateway.fake_replica import FakeReplica, Plan
@@ -225,3 +226,36 @@ async def test_events_reach_their_listener(replica, client):
         writer.write(encode_frame(step))
     await until(lambda: seen)
     assert seen == [(7, [event])]
+
+
+async def test_a_replica_that_hangs_is_given_up(replica, monkeypatch):
+    monkeypatch.setattr(replica_client, "SILENCE_S", 0.2)
+    monkeypatch.setattr(replica_client, "PROBE_TIMEOUT_S", 0.2)
+    hung: list[int] = []
+    client = ReplicaClient(replica.path, on_hang=hung.append)
+    client.start()
+    await client.wait_ready(10)
+    replica.hangs = True
+    await asyncio.sleep(0.6)
+    assert not hung  # nobody waits for it
+    stream = client.submit(request())
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await asyncio.wait_for(collect(stream), 10)
+    assert hung == [replica.hello.pid]
+    assert client.num_open == 0
+    await client.close()
+
+
+async def test_one_long_step_is_no_hang(replica, monkeypatch):
+    monkeypatch.setattr(replica_client, "SILENCE_S", 0.1)
+    monkeypatch.setattr(replica_client, "PROBE_TIMEOUT_S", 10.0)
+    hung: list[int] = []
+    client = ReplicaClient(replica.path, on_hang=hung.append)
+    client.start()
+    await client.wait_ready(10)
+    replica.plan = lambda request: Plan(silent=True)
+    stream = client.submit(request())
+    await asyncio.sleep(0.5)  # silent, but it answers probes
+    assert not hung and not stream.ended
+    stream.abort()
+    await client.close()
