@@ -34,6 +34,7 @@ async def chat_completions(gateway: Gateway, exchange: Exchange, body: bytes, ar
         fields, ignored = _reader.read(body)
         gateway.check_model(fields.model)
         params = _sampling(fields, hello)
+        gateway.admission.check(1, params.n)
         token_ids = gateway.prompts.chat(fields, hello.max_model_len)
         check_context(len(token_ids), params.max_tokens, hello.max_model_len, "messages")
         return fields, ignored, token_ids, identities(token_ids, hello), params
@@ -51,18 +52,19 @@ async def chat_completions(gateway: Gateway, exchange: Exchange, body: bytes, ar
         model=hello.model,
     )
     shape = ChatShape(gateway, response_id, gateway.check_model(fields.model), fields, params)
-    generation = Generation(
-        gateway.client,
-        gateway.tokenizer,
-        gateway.metrics,
-        [request],
-        arrival=arrival,
-        max_backlog_bytes=gateway.max_backlog_bytes,
-    )
-    if fields.stream:
-        await generation.stream_events(exchange, shape)
-    else:
-        await generation.respond(exchange, shape)
+    with gateway.admission.more(params.n - 1):  # the first sample has its permit
+        generation = Generation(
+            gateway.client,
+            gateway.tokenizer,
+            gateway.metrics,
+            [request],
+            arrival=arrival,
+            max_backlog_bytes=gateway.max_backlog_bytes,
+        )
+        if fields.stream:
+            await generation.stream_events(exchange, shape)
+        else:
+            await generation.respond(exchange, shape)
 
 
 class ChatShape:

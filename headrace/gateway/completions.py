@@ -48,14 +48,8 @@ async def completions(gateway: Gateway, exchange: Exchange, body: bytes, arrival
     exchange.note(gateway.metrics, ignored, seconds)
     if exchange.disconnected:
         return
-    more = len(prompts) - 1  # the first has its permit
-    if more:
-        gateway.admission.take(more)
-    try:
+    with gateway.admission.more(len(prompts) * params.n - 1):  # the first sample has its permit
         await _generate(gateway, exchange, fields, prompts, params, hello, arrival)
-    finally:
-        if more:
-            gateway.admission.give(more, time.perf_counter() - arrival)
 
 
 async def _generate(
@@ -239,7 +233,7 @@ def _prompts(gateway: Gateway, fields: CompletionBody, params: SamplingParams, h
     if prompt is None or prompt == []:
         raise InvalidRequestError("prompt is empty, text or token ids are needed", param="prompt")
     items: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    gateway.admission.check(len(items))
+    gateway.admission.check(len(items), params.n)
     kind = type(items[0])
     result = []
     for item in items:

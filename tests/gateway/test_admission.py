@@ -58,6 +58,30 @@ def test_each_prompt_of_a_list_needs_a_permit(small):
     assert complete(small, prompt=["one", "two", "three"]).status == 200
 
 
+def test_each_sample_needs_a_permit(small):
+    inside = small.client
+    for ask in (chat, complete):
+        refused = ask(small, n=4)
+        assert refused.status == 400 and refused.error["param"] == "n"
+        assert "--max-concurrent-requests" in refused.error["message"]
+    assert complete(small, prompt=["a", "b"], n=2).status == 400
+    small.plan(lambda request: Plan(silent=True))
+    sock = open_request(small, CHAT, {"messages": HI, "n": 2})
+    small.wait_for(lambda: small.replica.running, "two inside")
+    for ask in (chat, complete):
+        busy = ask(small, n=2)
+        assert busy.status == 429 and int(busy.headers["retry-after"]) >= 1
+    sock.close()
+    small.wait_for(lambda: not small.replica.running and not inside.num_open, "aborted")
+    small.plan(lambda request: Plan(die_after=0))
+    assert chat(small, n=3).status == 503
+    small.wait_for(lambda: inside.alive, "connected again")
+    small.answer("fine")
+    for stream in (False, True):  # all three permits are back each time
+        assert chat(small, n=3, stream=stream).status == 200
+        assert complete(small, n=3, stream=stream).status == 200
+
+
 @pytest.mark.parametrize("body", [b"{", b'{"messages": []}', b'{"messages": [], "tools": [1]}'])
 def test_permits_come_back_after_errors(small, body):
     assert [call(small, CHAT, body).status for _ in range(5)] == [400] * 5
