@@ -172,7 +172,8 @@ class Engine:
     def step(self) -> StepResult:
         """Schedules, computes and books one step. A failure of the model ends that step's requests only."""
         if self._pending_ops is not None:
-            self.runner.model.ops, self._pending_ops = self._pending_ops, None
+            self._swap_ops(self._pending_ops)
+            self._pending_ops = None
         result = StepResult()
         schedule = self.scheduler.schedule()
         if not schedule.entries:
@@ -197,7 +198,7 @@ class Engine:
         return self.block_pool.take_events()
 
     def set_ops(self, ops: OpTable) -> None:
-        """Exchanges the model's ops at the next step's start."""
+        """Exchanges the model's ops at the next step's start; what other ops computed is not reused then."""
         self._pending_ops = ops
 
     def stats(self) -> Stats:
@@ -219,6 +220,11 @@ class Engine:
     def check_integrity(self) -> None:
         """Asserts that no block is lost or held twice."""
         self.scheduler.check_integrity()
+
+    def _swap_ops(self, ops: OpTable) -> None:
+        if ops.provenance != self.runner.model.ops.provenance:
+            self.scheduler.reset_prefix_cache()
+        self.runner.model.ops = ops
 
     def _collect(self, sampling: list[Sequence], sampled: SampledBatch, result: StepResult) -> None:
         failed = {failed.request_id for failed in result.failed}

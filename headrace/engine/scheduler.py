@@ -250,6 +250,13 @@ class Scheduler:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return finished
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached, as nobody may reuse it. Running sequences go on, but what they hold, and
+        what is computed from it, is not cached any more."""
+        self.block_pool.reset()
+        for sequence in self._running:
+            sequence.caches_blocks = False
+
     def holders(self, blocks: Collection[int]) -> list[Sequence]:
         """The running sequences that have any of ``blocks``."""
         return [sequence for sequence in self._running if not set(blocks).isdisjoint(sequence.block_table)]
@@ -373,6 +380,7 @@ class Scheduler:
         sequence.block_table = hits + pool.allocate(missing, hits[-1] if hits else -1)
         sequence.num_computed_tokens = len(hits) * block_size
         sequence.num_registered_blocks = len(hits)
+        sequence.caches_blocks = True
         sequence.status = SequenceStatus.RUNNING
         if not sequence.was_admitted:
             sequence.was_admitted = True
@@ -406,7 +414,8 @@ class Scheduler:
                 parent, sequence.tokens[known * block_size : full * block_size], block_size
             )
         parent = block_ids[first - 1] if first else self._root
-        self.block_pool.register(sequence.block_table[first:full], block_ids[first:full], parent)
+        if sequence.caches_blocks:
+            self.block_pool.register(sequence.block_table[first:full], block_ids[first:full], parent)
         sequence.num_registered_blocks = full
 
     def _release_followers(self, leader: Sequence) -> None:

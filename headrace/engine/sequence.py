@@ -42,6 +42,7 @@ class Sequence:
         "arrival",
         "block_ids",
         "block_table",
+        "caches_blocks",
         "finish_reason",
         "followers",
         "max_length",
@@ -79,6 +80,7 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt, found in the cache at first admission
         self.num_preemptions = 0
         self.num_registered_blocks = 0  # leading blocks whose identity the pool was told
+        self.caches_blocks = True  # False: what it holds is of before a reset, for no one else
         self.block_table: list[int] = []
         self.block_ids: list[bytes] = []
         self.status = SequenceStatus.WAITING

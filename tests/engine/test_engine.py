@@ -14,7 +14,7 @@ import torch
 
 from headrace.core.errors import InsufficientMemoryError, ModelNotFoundError, UsageError
 from headrace.core.knobs import EngineConfig
-from headrace.core.messages import BlocksRemoved, BlocksStored
+from headrace.core.messages import BlocksRemoved, BlocksStored, CacheCleared
 from headrace.engine import memory
 from headrace.engine.engine import Engine
 from headrace.kernels.table import OpTable
@@ -175,6 +175,33 @@ def test_ops_are_swapped_at_the_next_step(tiny: Callable[..., Path]) -> None:
         first + rest
         == run_tokens(make_engine(tiny("llama")), [make_request("r", [3, 4, 5], max_tokens=4)])[0]
     )
+
+
+def test_what_other_ops_computed_is_not_reused(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("llama"))
+    prompt = list(range(3, 20))
+    num_requests = 0
+
+    def cached() -> int:
+        nonlocal num_requests
+        num_requests += 1
+        result = run(engine, [make_request(str(num_requests), prompt, max_tokens=2)])
+        return result[str(num_requests), 0].num_cached_tokens
+
+    assert (cached(), cached()) == (0, 16)
+    ops = engine.runner.model.ops
+    engine.set_ops(ops.replace(source=ops.provenance["linear"], linear=ops.linear))
+    assert cached() == 16, "a table of the same provenance computes the same"
+    # one request runs across the swap: it goes on, and none of its blocks is cached
+    engine.add(make_request("across", prompt, max_tokens=12))
+    engine.step()
+    engine.take_events()
+    engine.set_ops(ops.replace(source="pack", linear=ops.linear))
+    while engine.has_work:
+        assert engine.step().outputs
+        engine.check_integrity()
+    assert [type(event) for event in engine.take_events()[1]] == [CacheCleared]
+    assert (cached(), cached()) == (0, 16)
 
 
 def test_replicas_agree_on_identities_when_their_weights_are_the_same(
