@@ -55,7 +55,7 @@ async def chat_completions(gateway: Gateway, exchange: Exchange, body: bytes, ar
     with gateway.admission.more(params.n - 1):  # the first sample has its permit
         generation = Generation(
             gateway.client,
-            gateway.tokenizer,
+            gateway.prompts,
             gateway.metrics,
             [request],
             arrival=arrival,

@@ -78,7 +78,7 @@ async def _generate(
     shape = CompletionShape(gateway, response_id, gateway.check_model(fields.model), fields, prompts)
     generation = Generation(
         gateway.client,
-        gateway.tokenizer,
+        gateway.prompts,
         gateway.metrics,
         requests,
         arrival=arrival,

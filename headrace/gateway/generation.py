@@ -20,8 +20,11 @@ from headrace.text.stream import TextDelta, TextStream, TokenText
 if TYPE_CHECKING:
     from headrace.gateway.exchange import Exchange
     from headrace.gateway.metrics import Metrics
+    from headrace.gateway.prompts import Prompts
     from headrace.router.replica_client import ReplicaClient
-    from headrace.text.tokenizer import Tokenizer
+
+INLINE_ENTRIES = 4000
+"""Log-probabilities above which a response is written in a worker thread, not in the loop."""
 
 CUT_AFTER_S = 30.0
 """How long a reader that was cut off may take to fetch what is buffered, before its connection closes."""
@@ -68,7 +71,7 @@ class Generation:
     def __init__(
         self,
         client: ReplicaClient,
-        tokenizer: Tokenizer,
+        prompts: Prompts,
         metrics: Metrics,
         requests: list[Request],
         *,
@@ -81,7 +84,8 @@ class Generation:
         self.samples: list[Sample] = []
         self.cached_tokens: dict[str, int] = {}
         self._metrics = metrics
-        self._tokenizer = tokenizer
+        tokenizer = self._tokenizer = prompts.tokenizer
+        self._prompts = prompts
         self._arrival = arrival
         self._unfinished = 0
         self._of: dict[str, list[Sample]] = {}
@@ -167,7 +171,24 @@ class Generation:
         except HeadraceError:
             self._metrics.finished["error"] += self._unfinished
             raise
-        await exchange.send_json(shape.response(self))
+        if self._num_entries() > INLINE_ENTRIES:
+            body = await self._prompts.off_loop(lambda: shape.response(self))
+            if exchange.disconnected:
+                return
+        else:
+            body = shape.response(self)
+        await exchange.send_json(body)
+
+    def _num_entries(self) -> int:
+        """Log-probabilities that the response describes, an echoed prompt's tokens included."""
+        num_entries = 0
+        for sample in self.samples:
+            sampling = sample.request.sampling
+            if sampling.prompt_logprobs is not None:
+                num_entries += sample.request.num_prompt_tokens * (1 + sampling.prompt_logprobs)
+            if sampling.logprobs is not None:
+                num_entries += sample.num_tokens * (1 + sampling.logprobs)
+        return num_entries
 
     def _advance(self, outputs: list[Output]) -> list[tuple[Sample, TextDelta]]:
         """Text for new tokens, sample by sample; counts them and stops what a stop string ended."""

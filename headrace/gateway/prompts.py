@@ -53,10 +53,14 @@ class Prompts:
         if num_bytes <= INLINE_BYTES and self.tokenizer.renders_inline:
             result = work()
         else:
-            result = await asyncio.get_running_loop().run_in_executor(self._workers, work)
+            result = await self.off_loop(work)
         seconds = time.perf_counter() - start
         self._metrics.text.observe(seconds)
         return result, seconds
+
+    async def off_loop(self, work: Callable[[], Result]) -> Result:
+        """The result of long work, done in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     def chat(self, body: ChatBody | TokenizeBody, max_model_len: int) -> array[int]:
         """Token ids of a conversation, as its template renders it."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import openai
 import pytest
 
 from headrace.core.request import pack_tokens
-from tests.gateway.tiny import Stack, complete
+from headrace.gateway import chat as chat_module
+from headrace.gateway import completions as completions_module
+from headrace.gateway.logprobs import prompt_logprobs
+from tests.gateway.tiny import Stack, call, complete
 
 PARIS = "The capital of France is Paris."
 
@@ -141,3 +146,25 @@ def test_wrong_requests(stack, fields, param):
 @pytest.mark.parametrize("fields", [{"suffix": ""}, {"suffix": None}, {"best_of": 1}, {"best_of": 2, "n": 2}])
 def test_values_that_mean_off(stack, fields):
     assert complete(stack, **fields).status == 200
+
+
+@pytest.mark.parametrize(("length", "where"), [(20, "stack"), (300, "headrace-text")])
+def test_large_prompt_logprobs_are_written_off_the_loop(stack, monkeypatch, length, where):
+    threads = []
+
+    def recorded(*arguments):
+        threads.append(threading.current_thread().name)
+        return prompt_logprobs(*arguments)
+
+    for module in (completions_module, chat_module):
+        monkeypatch.setattr(module, "prompt_logprobs", recorded)
+    prompt = [7] * length
+    choice = complete(stack, prompt=prompt, prompt_logprobs=20, max_tokens=2).json["choices"][0]
+    assert len(choice["prompt_logprobs"]) == length
+    answer = call(
+        stack,
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "~" * length}], "prompt_logprobs": 20, "max_tokens": 2},
+    )
+    assert len(answer.json["prompt_logprobs"]) > length
+    assert len(threads) == 2 and all(name.startswith(where) for name in threads)
