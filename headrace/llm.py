@@ -21,18 +21,19 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from headrace.core.errors import EngineError, InvalidRequestError, UsageError
+from headrace.core.errors import InvalidRequestError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.messages import FinishReason, Output, TokenLogprobs
 from headrace.core.request import Request, SamplingParams
 from headrace.engine.engine import Engine
+from headrace.models.cache import Progress
 from headrace.models.resolve import resolve_model
 from headrace.text.stream import TextStream
 from headrace.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Message: TypeAlias = "Mapping[str, Any]"
-Progress: TypeAlias = Callable[[str, int, int], None]
+_FIELD_TYPES = {each.name: each.type for each in msgspec.structs.fields(SamplingParams)}
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,7 @@ class LLM:
             ) from error
 
     def _job(self, text: str | None, token_ids: array[int], sampling: SamplingParams) -> _Job:
-        stop: Any = sampling.stop
-        if isinstance(stop, str):  # as vLLM allows
-            sampling = msgspec.structs.replace(sampling, stop=[stop])
+        sampling = _checked(sampling)
         request = Request(request_id=f"llm-{next(self._ids)}", prompt=token_ids.tobytes(), sampling=sampling)
         samples = [_Sample(TextStream(self.tokenizer, sampling)) for _ in range(sampling.n)]
         return _Job(request, text, token_ids, samples)
@@ -186,7 +185,7 @@ class LLM:
                 while self.engine.has_work:
                     result = self.engine.step()
                     for failed in result.failed:
-                        raise EngineError(failed.message, param=failed.param, code=failed.code)
+                        raise failed.to_error()
                     for output in result.outputs:
                         self._take(by_id[output.request_id], output, advance)
                     self.engine.take_events()
@@ -295,11 +294,36 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidRequestError(
+            f"one SamplingParams or a list of them is needed, got {type(params).__name__}",
+            param="sampling_params",
+        )
     if len(params) != count:
         raise InvalidRequestError(
             f"{count} prompts need one SamplingParams or {count}, got {len(params)}", param="sampling_params"
         )
     return list(params)
+
+
+def _checked(sampling: Any) -> SamplingParams:
+    """Parameters of the right types; ``stop`` may be a string, and it and the ids None, as in vLLM."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequestError(
+            f"a SamplingParams is needed, got {type(sampling).__name__}", param="sampling_params"
+        )
+    fields = msgspec.structs.asdict(sampling)
+    if isinstance(fields["stop"], str):
+        fields["stop"] = [fields["stop"]]
+    for name in ("stop", "stop_token_ids"):
+        if fields[name] is None:
+            fields[name] = []
+    for name, kind in _FIELD_TYPES.items():
+        try:
+            fields[name] = msgspec.convert(fields[name], kind)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{name}: {error}", param=name) from error
+    return SamplingParams(**fields)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace import LLM, SamplingParams
-from headrace.core.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, UsageError
+from headrace.core.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    UsageError,
+)
+from headrace.core.messages import Failed
+from headrace.engine.engine import StepResult
 from tests.models.tiny import make_tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -70,6 +79,62 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
         [sample] = llm.generate("hello", params)[0].outputs
         assert (sample.text, sample.finish_reason, sample.stop_reason) == (whole[:at], "stop", stop)
         assert len(sample.token_ids) < 40
+    assert not llm.engine.has_work
+
+
+def test_none_means_no_stops_as_in_vllm(llm: LLM) -> None:
+    plain = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    params = SamplingParams(**options, stop=None, stop_token_ids=None)
+    assert llm.generate("abc", params)[0].outputs[0].token_ids == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("n", 1.5),
+        ("stop", 3),
+        ("stop", [1]),
+        ("stop_token_ids", ["a"]),
+        ("logit_bias", [1]),
+        ("max_tokens", "8"),
+        ("seed", "x"),
+    ],
+)
+def test_a_wrong_type_names_its_field(llm: LLM, name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    for ask in (
+        lambda params: llm.generate("abc", params),
+        lambda params: llm.chat([{"role": "user", "content": "a"}], params),
+    ):
+        with pytest.raises(InvalidRequestError, match=name) as caught:
+            ask(SamplingParams(**options))
+        assert caught.value.param == name
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 3, ["x"]])
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="SamplingParams") as caught:
+        llm.generate(["abc"], params)
+    assert caught.value.param == "sampling_params"
+
+
+def test_a_failure_in_the_engine_keeps_its_type(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> StepResult:
+        request_id = next(iter(added))
+        return StepResult([], [Failed.of_error(request_id, OverloadedError("full"))])
+
+    added: list[str] = []
+    add = llm.engine.add
+    monkeypatch.setattr(
+        llm.engine, "add", lambda request: (added.append(request.request_id), add(request))[1]
+    )
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(OverloadedError, match="full"):
+        llm.generate("abc", GREEDY)
     assert not llm.engine.has_work
 
 
