@@ -16,7 +16,14 @@ import msgspec
 
 from headrace.core.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from headrace.gateway.errors import decode_error
-from headrace.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from headrace.gateway.schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeBody,
+)
 
 BIG_BODY_BYTES = 256 * 1024
 MAX_SMALL_FIELD_BYTES = 1024 * 1024
@@ -75,6 +82,10 @@ UNSUPPORTED_TOKENIZE: Mapping[str, tuple[Any, ...]] = {"tools": (None, []), "cha
 
 Body = TypeVar("Body")
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raw_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
+_raw_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+_MESSAGE_FIELDS = frozenset(ChatMessage.__struct_fields__)
+_OPTION_FIELDS = frozenset(StreamOptions.__struct_fields__)
 
 
 class BodyReader(Generic[Body]):
@@ -96,8 +107,7 @@ class BodyReader(Generic[Body]):
             fields = _raw_fields.decode(body)
             ignored: list[str] = []
             others = fields.keys() - self._supported
-            if len(others) > MAX_UNKNOWN_FIELDS:
-                raise InvalidRequestError(f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
+            _check_count(len(others))
             for name in others:
                 if name in self._unsupported:
                     self._refuse(name, fields[name])
@@ -105,9 +115,25 @@ class BodyReader(Generic[Body]):
                     ignored.append(_printable(name))
             if len(body) > BIG_BODY_BYTES:
                 self._check_sizes(body, fields)
-            return self._decoder.decode(body), ignored
+            decoded = self._decoder.decode(body)
+            return decoded, ignored + self._nested(fields)
         except (msgspec.DecodeError, RecursionError) as error:
             raise decode_error(error, body) from None
+
+    def _nested(self, fields: Mapping[str, msgspec.Raw]) -> list[str]:
+        """Ignored fields inside ``messages`` and ``stream_options`` of a body that was found valid."""
+        ignored: set[str] = set()
+        if "messages" in self._supported and "messages" in fields:
+            for message in _raw_messages.decode(fields["messages"]) or ():
+                for name in message.keys() - _MESSAGE_FIELDS:
+                    ignored.add(f"messages[].{_printable(name)}")
+                _check_count(len(ignored))
+        if "stream_options" in self._supported and "stream_options" in fields:
+            options = _raw_options.decode(fields["stream_options"]) or {}
+            names = options.keys() - _OPTION_FIELDS
+            _check_count(len(ignored) + len(names))
+            ignored.update(f"stream_options.{_printable(name)}" for name in names)
+        return list(ignored)
 
     def _refuse(self, name: str, raw: msgspec.Raw) -> None:
         off = self._unsupported[name]
@@ -125,6 +151,11 @@ class BodyReader(Generic[Body]):
             raise InvalidRequestError(f"tokens holds more than {MAX_TOKENS} ids", param="tokens")
         if body.count(b'"role"') > MAX_TURNS or body.count(b'"type"') > MAX_TURNS:
             raise InvalidRequestError(f"the body holds more than {MAX_TURNS} messages or parts")
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_UNKNOWN_FIELDS:
+        raise InvalidRequestError(f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
 
 
 def _printable(name: str) -> str:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.gateway.fake_replica import Plan
-from tests.gateway.tiny import Stack, call, chat
+from tests.gateway.tiny import CHAT, Stack, call, chat
 
 HI = [{"role": "user", "content": "hi"}]
 PARIS = "The capital of France is Paris."
@@ -214,6 +214,31 @@ def test_null_means_left_out(stack):
     answer = chat(stack, **dict.fromkeys(names))
     assert answer.status == 200
     assert answer.headers["x-headrace-ignored-fields"] is None
+
+
+def test_unknown_fields_inside_messages_and_stream_options_are_listed(stack):
+    messages = [
+        {"role": "user", "content": "hi", "mood": 1, "x y": 2},
+        {"role": "user", "content": "", "mood": 3},
+    ]
+    body = {
+        "messages": messages,
+        "stream": True,
+        "stream_options": {"include_usage": True, "pace": 1},
+        "odd": 1,
+    }
+    answer = call(stack, CHAT, body)
+    assert answer.status == 200
+    listed = "messages[].mood,messages[].x?y,odd,stream_options.pace"
+    assert answer.headers["x-headrace-ignored-fields"] == listed
+    assert b'headrace_ignored_fields_total{field="messages[].mood"} 1.0' in call(stack, "/metrics").body
+    many = {f"k{index}": 1 for index in range(300)}
+    for part in (
+        {"messages": [{"role": "user", "content": "", **many}]},
+        {"messages": messages, "stream": True, "stream_options": many},
+    ):
+        refused = call(stack, CHAT, part)
+        assert refused.status == 400 and "256 unknown fields" in refused.error["message"]
 
 
 def test_seeds_differ_unless_given(stack):
