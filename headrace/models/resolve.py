@@ -11,20 +11,21 @@ No torch here: the command line resolves before it starts the process that needs
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.core.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
-from headrace.models.cache import Progress, no_progress, read_json
+from headrace.core.errors import ModelNotFoundError, UsageError
+from headrace.models.cache import Progress, no_progress
+from headrace.models.fields import read_json
 from headrace.models.gguf.convert import converted_folder, folder_for_digest
 from headrace.models.hub import fetch_snapshot
 from headrace.models.packages import SHORT_NAMES, package_file
+from headrace.models.safetensors_header import check_safetensors
+from headrace.models.weight_files import weight_files
 
 DTYPES = ("bfloat16", "float32")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -113,70 +114,6 @@ def _from_folder(name: str, path: Path, dtype: str, progress: Progress) -> Resol
 
 def check_folder(folder: Path) -> None:
     """Makes sure that a model folder is complete, without reading weights."""
-    _check_config(folder)
-    for file in _weight_files(folder):
-        _check_safetensors(file)
-
-
-def _check_config(folder: Path) -> None:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ModelNotFoundError(
-            f"{folder} has no readable config.json: {error.strerror}",
-            hint="A model folder needs config.json, *.safetensors and tokenizer.json.",
-        ) from error
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}", hint="Download the model again.") from error
-    if not isinstance(config, dict):
-        raise CorruptFileError(f"{path} must hold an object, holds {type(config).__name__}")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        content = read_json(index)
-        shards = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise CorruptFileError(f"{index} has no weight_map", hint="Download the model again.")
-        names = sorted(set(shards.values()))
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise ModelNotFoundError(
-                f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}",
-                hint="The download is not complete: finish it.",
-            )
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = [*folder.glob("pytorch_model*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]
-        if others:
-            raise UnsupportedModelError(
-                f"{folder} has its weights in {others[0].name}; safetensors are needed",
-                hint="Save the model with save_pretrained of a current Transformers.",
-            )
-        raise ModelNotFoundError(
-            f"{folder} has no *.safetensors", hint="The download is not complete: finish it."
-        )
-    return files
-
-
-def _check_safetensors(path: Path) -> None:
-    """The header must parse and its tensors must end where the file does."""
-    hint = "The file is damaged or half downloaded: fetch it again."
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise CorruptFileError(f"{path}: header of {length} bytes, the file has {size}", hint=hint)
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        needed = 8 + length + max(ends, default=0)
-    except OSError as error:
-        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{path} has no valid safetensors header: {error!r}", hint=hint) from error
-    if needed != size:
-        raise CorruptFileError(f"{path} needs {needed} bytes by its header, it has {size}", hint=hint)
+    read_json(folder / "config.json")
+    for file in weight_files(folder):
+        check_safetensors(file)

@@ -65,26 +65,42 @@ def lie(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (lambda p: (p / "config.json").unlink(), ModelNotFoundError, r"no readable config\.json"),
-        (lambda p: (p / "config.json").write_text("{"), CorruptFileError, "is not JSON"),
-        (lambda p: (p / "config.json").write_text("[]"), CorruptFileError, "must hold an object"),
+        (lambda p: (p / "config.json").unlink(), ModelNotFoundError, r"holds no config\.json"),
+        (lambda p: (p / "config.json").write_text("{"), CorruptFileError, "cannot be read as JSON"),
+        (lambda p: (p / "config.json").write_text("[]"), CorruptFileError, "an object is needed"),
         (
             lambda p: (p / "model-00002-of-00002.safetensors").unlink(),
             ModelNotFoundError,
-            "1 of 2 weight files are missing, first model-00002-of-00002.safetensors",
+            "1 of 2 weight files are missing, among them model-00002-of-00002.safetensors",
         ),
         (
             lambda p: truncate(p / "model-00002-of-00002.safetensors"),
             CorruptFileError,
-            r"needs \d+ bytes by its header",
+            r"ends at byte \d+ of \d+",
         ),
         (
             lambda p: lie(p / "model-00001-of-00002.safetensors"),
             CorruptFileError,
-            "header of 4611686018427387904",
+            "header claims 4611686018427387904",
         ),
         (lambda p: (p / "model-00001-of-00002.safetensors").write_bytes(b""), CorruptFileError, "header"),
-        (lambda p: (p / "model.safetensors.index.json").write_text("{}"), CorruptFileError, "no weight_map"),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text("{}"),
+            CorruptFileError,
+            "names no weight files",
+        ),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "../a.safetensors"}}'
+            ),
+            CorruptFileError,
+            "a safetensors file beside it is needed",
+        ),
+        (
+            lambda p: (p / "model.safetensors.index.json").unlink(),
+            ModelNotFoundError,
+            r"but no model\.safetensors\.index\.json",
+        ),
     ],
 )
 def test_half_downloaded_and_damaged_folders(
@@ -97,7 +113,7 @@ def test_half_downloaded_and_damaged_folders(
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match=r"no \*\.safetensors"):
+    with pytest.raises(ModelNotFoundError, match=r"holds no model\.safetensors"):
         resolve_model(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin; safetensors are needed"):

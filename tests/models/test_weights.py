@@ -79,6 +79,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "one offset": lambda path: write_raw(path, {"x": {**f32([1], 0, 4), "data_offsets": [0]}}, bytes(4)),
     "size and shape differ": lambda path: write_raw(path, {"x": f32([2], 0, 4)}, bytes(4)),
     "overlap": lambda path: write_raw(path, {"x": f32([2], 0, 8), "y": f32([2], 4, 12)}, bytes(12)),
+    "more than its tensors": lambda path: write_raw(path, {"x": f32([1], 0, 4)}, bytes(5)),
     "truncated": lambda path: write_raw(path, {"x": f32([1000], 0, 4000)}, bytes(3999)),
 }
 
