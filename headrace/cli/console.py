@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-GIB = 2**30
-
 
 class Printer:
     """Start-up lines: plain text for people, log records where the log is JSON."""
@@ -66,5 +64,5 @@ class Printer:
 
 def gib(num_bytes: float) -> str:
     """Bytes as GiB with a sensible number of digits."""
-    value = num_bytes / GIB
+    value = num_bytes / 2**30
     return f"{value:.2f} GiB" if value < 10 else f"{value:.1f} GiB"

@@ -23,11 +23,11 @@ from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig
 from headrace.core.logs import set_up_logging
 from headrace.core.messages import Hello, Stats
 from headrace.core.version import __version__
+from headrace.models.packages import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from headrace.router.replica_client import ReplicaClient
 
-DEFAULT_MODEL = "smollm2-135m"
 CONFIGS = (EngineConfig, GatewayConfig, LogConfig)
 READY_TIMEOUT_S = 30.0
 

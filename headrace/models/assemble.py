@@ -23,7 +23,8 @@ from headrace.models.config import DecoderConfig
 from headrace.models.decoder import Decoder
 from headrace.models.weights import Checkpoint
 
-Progress = Callable[[int, int], None]
+LoadProgress = Callable[[int, int], None]
+"""Called with bytes of weights done and in all."""
 
 # where the decoder's tensors begin: a causal LM, the text part of an image model (new, old), a bare model
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -44,7 +45,7 @@ def assemble_decoder(
     ops: OpTable,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> Decoder:
     """The decoder with its weights in ``dtype`` on ``device``, packed by ``ops``.
 
@@ -62,7 +63,7 @@ class _Assembly:
         ops: OpTable,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress | None,
+        progress: LoadProgress | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config

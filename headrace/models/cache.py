@@ -114,7 +114,7 @@ def file_digest(path: Path, progress: Progress = no_progress) -> str:
     stat = path.stat()
     identity = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
     memo = cache_folder() / "digests" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    known = read_json(memo)
+    known = read_record(memo)
     if isinstance(known, dict) and known.get("file") == identity and isinstance(known.get("sha256"), str):
         return str(known["sha256"])
     digest = hashlib.sha256()
@@ -131,8 +131,8 @@ def file_digest(path: Path, progress: Progress = no_progress) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path) -> Any:
-    """The file's content, or None where there is none that parses."""
+def read_record(path: Path) -> Any:
+    """The content of a file that we wrote, or None where there is none that parses: it is made again."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ import transformers
 
 from headrace.core.errors import CorruptFileError, UnsupportedModelError
 from headrace.kernels.table import OpTable
-from headrace.models.assemble import Progress
+from headrace.models.assemble import LoadProgress
 from headrace.models.probe import probe_model
 from headrace.models.transformers_model import FallbackModel, rope_type
 
@@ -26,7 +26,7 @@ def load_fallback(
     ops: OpTable,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> tuple[FallbackModel, list[str]]:
     """The model and notes for the operator.
 

@@ -11,7 +11,7 @@ import torch
 
 from headrace.core.errors import InsufficientMemoryError, UnsupportedModelError
 from headrace.kernels.table import OpTable
-from headrace.models.assemble import Progress, assemble_decoder
+from headrace.models.assemble import LoadProgress, assemble_decoder
 from headrace.models.causal_lm import CausalLM
 from headrace.models.families import covers, read_config
 from headrace.models.family_fields import refuse_quantized
@@ -38,7 +38,7 @@ def load_model(
     device: torch.device,
     quantization: str = "none",
     revision: str = "",
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     free_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads a folder in the Hugging Face layout: our decoder if it covers the family, else Transformers'

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import build_parser, main
-from headrace.cli.serve import DEFAULT_MODEL, Settings, load_settings
+from headrace.cli.serve import Settings, load_settings
 from headrace.core.errors import UsageError
+from headrace.models.packages import DEFAULT_MODEL
 
 
 def settings(*argv: str, **environment: str) -> Settings:
@@ -57,6 +58,7 @@ def test_booleans_and_lists() -> None:
         (["--dtype", "float64"], {}, "--dtype"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
         (["--kv-cache-gib", "nan"], {}, "--kv-cache-gib"),
+        (["--threads", "99999999"], {}, "--threads"),
     ],
 )
 def test_bad_values_name_their_source(argv: list[str], environment: dict[str, str], where: str) -> None:
@@ -72,6 +74,7 @@ def test_bad_values_name_their_source(argv: list[str], environment: dict[str, st
         ("port: 1\nmax-num-seqs: many\n", ":2: max_num_seqs: "),
         ("- 1\n", "needs a mapping"),
         ("a: [", "not valid YAML"),
+        ("a: " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_bad_files_name_their_line(tmp_path: Path, text: str, message: str) -> None:

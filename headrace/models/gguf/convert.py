@@ -29,7 +29,7 @@ from headrace.models.cache import (
     locked,
     new_folder,
     no_progress,
-    read_json,
+    read_record,
     write_json,
 )
 from headrace.models.gguf.config import MappedModel, WeightSource, interleaved_rows, map_model
@@ -79,7 +79,7 @@ def _check_start(path: Path) -> None:
 def folder_for_digest(digest: str, dtype: str) -> Path | None:
     """The complete converted folder of a file with that SHA-256, if there is one."""
     folder = _target(digest, dtype)
-    record = read_json(folder / "headrace.json")
+    record = read_record(folder / "headrace.json")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         return None
     with contextlib.suppress(OSError):
