@@ -173,8 +173,6 @@ class Generation:
             raise
         if self._num_entries() > INLINE_ENTRIES:
             body = await self._prompts.off_loop(lambda: shape.response(self))
-            if exchange.disconnected:
-                return
         else:
             body = shape.response(self)
         await exchange.send_json(body)
