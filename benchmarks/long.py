@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=4, help="light streams beside")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--nice", type=int, default=0, help="niceness of what is measured (below 0: root)")
+    parser.add_argument(
+        "--gaps-only", action="store_true", help="leave the turns out: they take most of the time"
+    )
     parser.add_argument("--first-turn-timeout", type=float, default=3600.0, metavar="SECONDS")
 
 
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     try:
         measured = asyncio.run(_Bench(server, folder, arguments).measure())
         server.pause()
-        operators = _operators(folder, measured, arguments)
+        operators = _operators(folder, measured, arguments) if measured.next_turns else None
     except ChildError as error:
         raise EngineError(f"bench long failed: {error}", hint=f"the server's log is {log}") from error
     finally:
@@ -120,20 +123,30 @@ class _Bench:
                 for _ in range(3):
                     await self._visit(session, streams, self._conversation(), result, "first")
             messages = self._conversation()
-            _say(f"the first turn of {arguments.tokens:,} tokens (minutes)")
-            first, answer = await self._complete(session, messages, arguments.first_turn_timeout)
-            result.first_turn = first
-            _say(f"first turn: {first.prompt_tokens:,} tokens, TTFT {first.ttft:.1f} s")
-            messages.append({"role": "assistant", "content": answer})
-            for repeat in range(arguments.repeats):
-                turn, _ = await self._complete(session, [*messages, self._message()], 600)
-                result.next_turns.append(turn)
-                new = turn.prompt_tokens - turn.cached_tokens
-                _say(f"next turn {repeat + 1}: {new:,} new tokens, TTFT {turn.ttft:.2f} s")
+            if not arguments.gaps_only:
+                await self._turns(session, messages, result)
             with _streams(self._server.url, arguments) as streams:
+                if arguments.gaps_only:  # the conversation must have been seen
+                    await self._visit(session, streams, messages, result, "warm-up")
                 for _ in range(2 * arguments.repeats):
                     await self._visit(session, streams, [*messages, self._message()], result, "next")
         return result
+
+    async def _turns(
+        self, session: aiohttp.ClientSession, messages: list[dict[str, str]], result: LongRun
+    ) -> None:
+        """The first turn, whose answer joins ``messages``, then next turns after it."""
+        arguments = self._arguments
+        _say(f"the first turn of {arguments.tokens:,} tokens (minutes)")
+        first, answer = await self._complete(session, messages, arguments.first_turn_timeout)
+        result.first_turn = first
+        _say(f"first turn: {first.prompt_tokens:,} tokens, TTFT {first.ttft:.1f} s")
+        messages.append({"role": "assistant", "content": answer})
+        for repeat in range(arguments.repeats):
+            turn, _ = await self._complete(session, [*messages, self._message()], 600)
+            result.next_turns.append(turn)
+            new = turn.prompt_tokens - turn.cached_tokens
+            _say(f"next turn {repeat + 1}: {new:,} new tokens, TTFT {turn.ttft:.2f} s")
 
     def _conversation(self) -> list[dict[str, str]]:
         arguments = self._arguments

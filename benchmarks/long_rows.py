@@ -54,43 +54,9 @@ class LongRun:
         return [parse_server_timing(turn.server_timing).get("text", float("nan")) for turn in self.next_turns]
 
 
-def rows_of(run: LongRun, operators: dict[str, float]) -> list[Row]:
-    """Turns first, then the gateway's share, then other streams' gaps."""
-    assert run.first_turn is not None
-    first, turn = run.first_turn, run.next_turns[0]
-    new = turn.prompt_tokens - turn.cached_tokens
-    ttfts = [trace.ttft for trace in run.next_turns]
-    predicted = operators["linear_seconds"] + operators["attention_seconds"]
-    flops = operators["linear_flops"] + operators["attention_flops"]
-    raw = flops / operators["gemm_bf16"]
-    first_text = parse_server_timing(first.server_timing).get("text")
-    rates = (
-        f"{flops / 1e12:.2f} TFLOP for {new:,} tokens after {turn.cached_tokens:,} cached; linear "
-        f"{_gflops(operators, 'linear')} and attention {_gflops(operators, 'attention')} GFLOP/s alone, "
-        f"raw bf16 GEMM {operators['gemm_bf16'] / 1e9:.0f}"
-    )
-    rows = [
-        make_row("ttft.first_turn", first.ttft, "s", note=f"{first.prompt_tokens:,} tokens, none cached"),
-        make_row(
-            "ttft.next_turn",
-            median(ttfts),
-            "s",
-            spread=interquartile_range(ttfts),
-            peer="its operators alone",
-            peer_value=predicted,
-            target=NEXT_TURN_TARGET,
-            note=rates,
-        ),
-        make_row(
-            "ttft.next_turn/gemm",
-            median(ttfts),
-            "s",
-            spread=interquartile_range(ttfts),
-            peer="raw bf16 GEMM rate",
-            peer_value=raw,
-        ),
-        make_row("gateway.text.first_turn", first_text, "ms", note=f"body {run.body_bytes['first']:,} bytes"),
-    ]
+def rows_of(run: LongRun, operators: dict[str, float] | None) -> list[Row]:
+    """Turns first, then the gateway's share, then other streams' gaps; without turns, rows without values."""
+    rows = _turn_rows(run, operators)
     text = run.text_ms()
     rows.append(
         make_row(
@@ -101,7 +67,7 @@ def rows_of(run: LongRun, operators: dict[str, float]) -> list[Row]:
             target=TEXT_TARGET,
         )
     )
-    rows.append(make_row("gateway.text.next_turn.max", max(text), "ms"))
+    rows.append(make_row("gateway.text.next_turn.max", max(text, default=None), "ms"))
     beside = run.visit_text["next"]
     rows.append(
         make_row(
@@ -127,6 +93,41 @@ def rows_of(run: LongRun, operators: dict[str, float]) -> list[Row]:
             )
         )
     return rows
+
+
+def _turn_rows(run: LongRun, operators: dict[str, float] | None) -> list[Row]:
+    ttfts = [trace.ttft for trace in run.next_turns]
+    predicted = raw = first_text = None
+    rates = length = ""
+    if run.first_turn is not None and operators is not None:
+        turn = run.next_turns[0]
+        predicted = operators["linear_seconds"] + operators["attention_seconds"]
+        flops = operators["linear_flops"] + operators["attention_flops"]
+        raw = flops / operators["gemm_bf16"]
+        first_text = parse_server_timing(run.first_turn.server_timing).get("text")
+        length = f"{run.first_turn.prompt_tokens:,} tokens, none cached"
+        rates = (
+            f"{flops / 1e12:.2f} TFLOP for {turn.prompt_tokens - turn.cached_tokens:,} tokens after "
+            f"{turn.cached_tokens:,} cached; linear {_gflops(operators, 'linear')} and attention "
+            f"{_gflops(operators, 'attention')} GFLOP/s alone, "
+            f"raw bf16 GEMM {operators['gemm_bf16'] / 1e9:.0f}"
+        )
+    value, spread = median(ttfts), interquartile_range(ttfts)
+    return [
+        make_row("ttft.first_turn", run.first_turn.ttft if run.first_turn else None, "s", note=length),
+        make_row(
+            "ttft.next_turn",
+            value,
+            "s",
+            spread=spread,
+            peer="its operators alone",
+            peer_value=predicted,
+            target=NEXT_TURN_TARGET,
+            note=rates,
+        ),
+        make_row("ttft.next_turn/gemm", value, "s", spread=spread, peer="raw bf16 GEMM rate", peer_value=raw),
+        make_row("gateway.text.first_turn", first_text, "ms"),
+    ]
 
 
 def _gap_rows(name: str, gaps: list[float], target: Target | None = None) -> list[Row]:
