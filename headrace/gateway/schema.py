@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 MAX_STOP_STRINGS = 128
+StopString = Annotated[str, Meta(max_length=4096)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
     seed: Int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,19 +48,24 @@ def _source(node: dict[str, Any]) -> str:
 
 
 class PrefixEnds:
-    """Finds strings that end with a beginning of one of some literals."""
+    """Finds strings that end with a beginning of one of some literals; keeps nothing but the literals."""
 
     def __init__(self, literals: Iterable[str]) -> None:
-        self._prefixes = {literal[:end] for literal in literals for end in range(1, len(literal))}
-        self._firsts = frozenset(prefix[0] for prefix in self._prefixes)
-        self._longest = max(map(len, self._prefixes), default=0)
+        self._sorted = sorted(literal for literal in set(literals) if len(literal) > 1)
+        self._firsts = frozenset(literal[0] for literal in self._sorted)
+        self._longest = max(map(len, self._sorted), default=1) - 1
 
     def length(self, text: str) -> int:
         """Length of the longest end of ``text`` that is a proper prefix of a literal; 0: none."""
         tail = text[-self._longest :] if self._longest else ""
         if self._firsts.isdisjoint(tail):
             return 0
-        for start in range(len(tail)):
-            if tail[start:] in self._prefixes:
+        for start, character in enumerate(tail):
+            if character in self._firsts and self._begins(tail[start:]):
                 return len(tail) - start
         return 0
+
+    def _begins(self, end: str) -> bool:
+        """Whether a literal is longer than ``end`` and begins with it: such follow it in sorted order."""
+        index = bisect_right(self._sorted, end)
+        return index < len(self._sorted) and self._sorted[index].startswith(end)

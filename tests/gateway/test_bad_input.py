@@ -92,6 +92,8 @@ def test_malformed_bodies(stack, body):
         ({"messages": HI, "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"messages": HI, "stop": ""}, "stop"),
         ({"messages": HI, "stop": ["x"] * 200}, "stop"),
+        ({"messages": HI, "stop": "x" * 5000}, "stop"),
+        ({"messages": HI, "stop": ["y", "x" * 5000]}, "stop[1]"),
         ({"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"messages": HI, "stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"messages": HI, "logit_bias": {"1000000": 1}}, "logit_bias"),

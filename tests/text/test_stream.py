@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -177,6 +179,26 @@ def test_finding_prefers_what_completes_and_starts_first() -> None:
     assert stops.held("xab") == 2
     assert stops.held("xyz") == 0
     assert not StopStrings([])
+
+
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string() -> None:
+    strings = ["ab", "abab", "abc", "b", "cab", "caba"]
+    stops = StopStrings(strings)
+    beginnings = {string[:end] for string in strings for end in range(1, len(string))}
+    for letters in itertools.product("abcx", repeat=5):
+        text = "".join(letters)
+        ends = [text[start:] for start in range(len(text)) if text[start:] in beginnings]
+        assert stops.held(text) == max(map(len, ends), default=0), text
+
+
+def test_a_long_stop_string_costs_no_more_than_itself() -> None:
+    tracemalloc.start()
+    try:
+        stops = StopStrings(["x" * 1_000_000])
+        assert stops.held("abcxx") == 2
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_long_answer_is_given_out_piece_by_piece(tmp_path: Path) -> None:
