@@ -22,6 +22,7 @@ from headrace.core.request import SamplingParams
         ("top_k", -2),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("n", 0),
