@@ -31,6 +31,8 @@ def read_config_file(path: Path) -> dict[str, FileValue]:
         document = YAML(typ="rt").load(text)
     except YAMLError as error:
         raise UsageError(f"--config {path}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise UsageError(f"--config {path}: nested too deeply") from None
     if document is None:
         return {}
     if not isinstance(document, CommentedMap):

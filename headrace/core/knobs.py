@@ -60,7 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _knob("Reuse the blocks of a prefix that was computed before.", "warm")
     ] = True
     threads: Annotated[
-        PositiveInt | None, _knob("CPU threads of the engine; default: every core.", "warm")
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        _knob("CPU threads of the engine; default: every core.", "warm"),
     ] = None
     seed: Annotated[
         int | None, _knob("Draws the seeds of requests that bring none; default: not repeatable.", "cold")
