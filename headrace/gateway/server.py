@@ -136,7 +136,9 @@ class _Server(uvicorn.Server):
         self._gateway.draining = True
         running = self._gateway.admission.in_use
         if running:
-            self._gateway.log.info("stopping; requests still running: %d, with %g s to finish", running, self._grace_s)
+            self._gateway.log.info(
+                "stopping; requests still running: %d, for up to %g s", running, self._grace_s
+            )
         loop = asyncio.get_running_loop()
         grace = loop.call_later(self._grace_s, self._end_requests)
         try:
