@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from headrace.core.errors import HeadraceError, InvalidRequestError, StartupErro
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 START_TIMEOUT_S = 1800.0
+PR_SET_PDEATHSIG = 1
 HELP = """/new      forget the conversation
 /system X  set the system message to X and start anew
 /quit      leave (also Ctrl+D); Ctrl+C stops an answer"""
@@ -194,7 +196,11 @@ def _own_server(model: str | None, api_key: str, printer: Printer) -> Iterator[s
     ]
     environment = os.environ | ({"HEADRACE_API_KEY": api_key} if api_key else {})
     server = subprocess.Popen(
-        command + ([model] if model else []), env=environment, stdin=subprocess.DEVNULL, process_group=0
+        command + ([model] if model else []),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509 (one system call, and no thread runs yet)
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -207,6 +213,11 @@ def _own_server(model: str | None, api_key: str, printer: Printer) -> Iterator[s
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel for a SIGTERM when the parent ends in a way that runs no ``finally``."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
