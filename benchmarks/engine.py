@@ -94,9 +94,13 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     rows = []
     for model in models:
         measured = Measurements()
-        _measure_engines(model, plan, measured)
-        if plan.http:
-            _measure_servers(model, plan, measured)
+        try:
+            if "interrupted" not in recipe:
+                _measure_engines(model, plan, measured)
+                if plan.http:
+                    _measure_servers(model, plan, measured)
+        except (KeyboardInterrupt, SystemExit):
+            recipe["interrupted"] = f"during {model.name}: the rows hold what had been measured by then"
         rows += rows_of(model, plan.sides, measured, roofs, http=plan.http)
     recipe["load average after"] = f"{os.getloadavg()[0]:.1f}"
     return Report(name="engine", recipe=recipe, rows=rows), DEFINITIONS

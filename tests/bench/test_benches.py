@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as front
+from benchmarks import engine
 from benchmarks.child import Child, ChildError
 from benchmarks.contenders import SIDES, Model
 from benchmarks.engine_rows import TARGETS, Measurements, prefill_flops_per_token, rows_of
@@ -199,3 +201,22 @@ def test_a_side_is_asked_stopped_and_ended(tmp_path: Path) -> None:
 def test_a_side_that_dies_says_why(tmp_path: Path) -> None:
     with pytest.raises(ChildError, match="no such engine"):
         child(tmp_path, "raise SystemExit('no such engine')")
+
+
+def test_a_run_that_is_stopped_tells_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(tiny: Model, plan: engine.Plan, measured: Measurements) -> None:
+        measured.add("headrace", "tg128", 20.0)
+        measured.add("vllm-eager", "tg128", 10.0)
+        raise SystemExit(143)
+
+    roofs = {"stream": {"1000": 1e6}, "gemm_bf16": 1e9, "method": "none"}
+    monkeypatch.setattr(engine, "_measure_engines", stopped)
+    monkeypatch.setattr(engine, "_roofs", lambda models, plan: roofs)
+    monkeypatch.setattr(Model, "resolve", classmethod(lambda cls, name: model(tmp_path)))
+    parser = argparse.ArgumentParser()
+    engine.add_arguments(parser)
+    report, _ = engine.run(parser.parse_args(["--models", "tiny"]), "scripts/bench engine")
+    rows = {row.id: row for row in report.rows}
+    assert "tiny" in report.recipe["interrupted"]
+    assert rows["tiny/tg128/vllm-eager"].met is True
+    assert rows["tiny/pp512/vllm-eager"].met is False
