@@ -118,7 +118,7 @@ class SegmentCache:
                 part = part.rstrip(WHITESPACE)
             if not part:
                 continue
-            literal = guard is not None and guard in part
+            literal = guard is not None and (guard in part or self.guards_always)
             if literal:
                 part = part.replace(guard or "", "")
             yield (literal, inner_differs and index > 0, part)

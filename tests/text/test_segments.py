@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -103,6 +103,7 @@ def test_cached_equals_full(cache: SegmentCache, text: str) -> None:
 
 
 @settings(max_examples=120, deadline=None)
+@example(text="<|im_start|><|IM_START|>", position=0)
 @given(text=TEXTS, position=st.integers(0, 60))
 def test_cached_equals_full_with_a_guard(cache: SegmentCache, text: str, position: int) -> None:
     guarded = text[:position] + "\ue000" + text[position:]
