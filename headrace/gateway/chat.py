@@ -15,7 +15,7 @@ from headrace.gateway.logprobs import chat_logprobs, prompt_logprobs
 from headrace.gateway.prompts import check_context, identities
 from headrace.gateway.sampling import include_usage, sampling_params
 from headrace.gateway.schema import ChatBody
-from headrace.gateway.sse import event, json_text, json_value
+from headrace.gateway.sse import json_value, usage_event
 
 if TYPE_CHECKING:
     from headrace.gateway.exchange import Exchange
@@ -81,7 +81,7 @@ class ChatShape:
         self._with_logprobs = bool(fields.logprobs)
         self._n = params.n
         chunk = b'data: {"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
-        self._head = chunk % (response_id.encode(), self._created, json_text(model))
+        self._head = chunk % (response_id.encode(), self._created, json_value(model))
         tail = b"}]" + (b',"usage":null}\n\n' if self._usage else b"}\n\n")
         self._tail = tail
         self._before = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(self._n)]
@@ -96,11 +96,11 @@ class ChatShape:
         if reason is None and not delta.logprobs:
             if not delta.text:
                 return b""
-            return self._before[sample.index] + json_text(delta.text) + self._after
+            return self._before[sample.index] + json_value(delta.text) + self._after
         logprobs = b"null"
         if delta.logprobs:
             logprobs = json_value({"content": chat_logprobs(delta.logprobs), "refusal": None})
-        parts = [self._before[sample.index], json_text(delta.text), b'},"logprobs":', logprobs]
+        parts = [self._before[sample.index], json_value(delta.text), b'},"logprobs":', logprobs]
         if reason is None:
             parts.append(b',"finish_reason":null')
         else:
@@ -112,14 +112,7 @@ class ChatShape:
     def closing(self, generation: Generation) -> bytes:
         if not self._usage:
             return b""
-        return event(json_value({
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model,
-            "choices": [],
-            "usage": generation.usage,
-        }))  # fmt: skip
+        return usage_event(self._id, "chat.completion.chunk", self._created, self._model, generation.usage)
 
     def response(self, generation: Generation) -> bytes:
         result: dict[str, Any] = {

@@ -18,7 +18,7 @@ from headrace.gateway.logprobs import completion_logprobs, prompt_logprobs
 from headrace.gateway.prompts import check_context, identities
 from headrace.gateway.sampling import include_usage, new_seed, sampling_params
 from headrace.gateway.schema import CompletionBody, TokenId
-from headrace.gateway.sse import event, json_text, json_value
+from headrace.gateway.sse import json_value, usage_event
 from headrace.text.stream import TextDelta, describe_prompt
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class CompletionShape:
         self._show_prompt_logprobs = fields.prompt_logprobs is not None
         self._n = fields.n or 1
         chunk = b'data: {"id":"%b","object":"text_completion","created":%d,"model":%b,"choices":['
-        self._head = chunk % (response_id.encode(), self._created, json_text(model))
+        self._head = chunk % (response_id.encode(), self._created, json_value(model))
         self._tail = b"}]" + (b',"usage":null}\n\n' if self._usage else b"}\n\n")
 
     def opening(self) -> bytes:
@@ -135,14 +135,7 @@ class CompletionShape:
     def closing(self, generation: Generation) -> bytes:
         if not self._usage:
             return b""
-        return event(json_value({
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": [],
-            "usage": generation.usage,
-        }))  # fmt: skip
+        return usage_event(self._id, "text_completion", self._created, self._model, generation.usage)
 
     def response(self, generation: Generation) -> bytes:
         usage = generation.usage
@@ -160,7 +153,7 @@ class CompletionShape:
 
     def _chunk(self, index: int, text: str, logprobs: bytes, finish: bytes) -> bytes:
         return b"".join([
-            self._head, b'{"index":%d,"text":' % index, json_text(text), b',"logprobs":', logprobs,
+            self._head, b'{"index":%d,"text":' % index, json_value(text), b',"logprobs":', logprobs,
             b',"finish_reason":', finish, self._tail,
         ])  # fmt: skip
 
