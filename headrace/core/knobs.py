@@ -97,6 +97,67 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
 
 
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests find their replica."""
+
+    routing_policy: Annotated[
+        Literal["predicted_ttft", "round_robin", "random", "least_load", "power_of_two", "prefix_only"],
+        _knob("How a replica is chosen; the others are there to compare with.", "warm"),
+    ] = "predicted_ttft"
+    max_queue: Annotated[
+        int, _knob("Requests that wait in the router while every replica is full.", "warm", ge=0)
+    ] = 1024
+    queue_timeout_s: Annotated[
+        float, _knob("Longest wait in the router's queue before a 429.", "warm", gt=0)
+    ] = 60.0
+    replica_timeout_s: Annotated[
+        float,
+        _knob(
+            "Silence after which a replica that holds requests is given up and they move on.", "warm", gt=0
+        ),
+    ] = 60.0
+    max_rescues: Annotated[
+        int, _knob("Times that one request may move to another replica.", "cold", ge=0, le=16)
+    ] = 3
+    retry_budget: Annotated[
+        float,
+        _knob("Retries after a living replica's fault, as a share of requests.", "cold", ge=0, le=1),
+    ] = 0.2
+    max_index_blocks: Annotated[
+        int, _knob("Blocks that the prefix index remembers of one replica.", "cold", ge=1)
+    ] = 1_000_000
+    index_ttl_s: Annotated[
+        float,
+        _knob(
+            "Time after which a guess about the cache of a server without cache events is dropped.",
+            "warm",
+            gt=0,
+        ),
+    ] = 600.0
+
+
+class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which processes stand behind the front door."""
+
+    replicas: Annotated[
+        int, _knob("Local replicas of the model; they share the cores.", "warm", ge=0, le=64)
+    ] = 1
+    gateways: Annotated[
+        int,
+        _knob("Gateway processes; above 1 the router gets a process of its own.", "warm", ge=1, le=64),
+    ] = 1
+    worker_urls: Annotated[
+        list[str],
+        _knob("Base URL of an inference server to put behind the gateway; may be repeated.", "cold"),
+    ] = []
+    overflow_urls: Annotated[
+        list[str], _knob("The same, used only while the others are full; may be repeated.", "cold")
+    ] = []
+    worker_api_key_env: Annotated[
+        str | None, _knob("Environment variable that holds the key of those servers.", "cold")
+    ] = None
+
+
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the processes speak of themselves, on stderr."""
 

@@ -1,7 +1,7 @@
-"""What a replica process and whoever starts it tell each other before there is a socket between them.
+"""What a process of ours and whoever starts it tell each other before there is a socket between them.
 
-starter ──► replica    ReplicaSpec, one JSON line on its standard input
-replica ──► starter    ReplicaEvent, one JSON line on its standard output for each stage of its start
+starter ──► process    ReplicaSpec, RouterSpec or GatewaySpec, one JSON line on its standard input
+process ──► starter    StartEvent, one JSON line on its standard output for each stage of its start
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from headrace.core import errors
-from headrace.core.knobs import EngineConfig, LogConfig
+from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig, RouterConfig
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,38 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     logs: LogConfig = LogConfig()
 
 
-class ReplicaEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A router process that listens on ``socket``; replicas are announced to it there."""
+
+    socket: str
+    router: RouterConfig
+    logs: LogConfig = LogConfig()
+
+
+class ServedModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a gateway serves: callers may ask for ``names``, the first is reported.
+
+    ``model`` is its name in the fleet. ``folder`` holds its tokenizer; empty: text passes through.
+    """
+
+    model: str
+    names: list[str]
+    folder: str = ""
+
+
+class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway process: accepts on the inherited descriptor ``listener``, asks the router at ``router_socket``."""
+
+    gateway_id: str
+    listener: int
+    router_socket: str
+    models: list[ServedModelSpec]
+    gateway: GatewayConfig
+    router: RouterConfig
+    logs: LogConfig = LogConfig()
+
+
+class StartEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """``loading`` tells bytes of weights ``done`` and in all; ``ready`` and ``error`` are the last.
 
     ``kind`` is the error's class in ``core.errors``.
@@ -45,7 +76,7 @@ class ReplicaEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str | None = None
 
     @classmethod
-    def of_error(cls, error: errors.HeadraceError) -> ReplicaEvent:
+    def of_error(cls, error: errors.HeadraceError) -> StartEvent:
         return cls(
             "error",
             kind=type(error).__name__,

@@ -1,9 +1,11 @@
 """What travels between a gateway (or router) and a replica.
 
-    gateway ──► replica    Submit, Abort, Drain, Probe
-    replica ──► gateway    Hello (once, first), Step (one per engine step), Health (answers Probe)
+    gateway ──► replica    Submit, Abort, Drain, Probe, Subscribe
+    replica ──► gateway    Hello (once, first), Step (one per engine step), Health (answers Probe),
+                           CacheSnapshot (answers a Subscribe that cannot be answered by a replay)
 
 Every submitted request ends in exactly one Output with a ``finish_reason`` per sample, or in one Failed.
+A connection hears of the cache and gets a Step for steps without outputs of its own only if it subscribed.
 """
 
 from __future__ import annotations
@@ -44,11 +46,23 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Take no new request, finish what runs, then exit."""
 
 
+class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
+    """Send stats and cache events from now on, beginning with event number ``next_seq``.
+
+    ``instance`` is the process that counted so far (``Hello.instance``), empty for a first subscription.
+    Events that the replica no longer keeps, or that another process counted, are replaced by one
+    CacheSnapshot. May be sent again at any time: to heal a gap.
+    """
+
+    next_seq: int = 0
+    instance: str = ""
+
+
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     nonce: int
 
 
-ToReplica = Submit | Abort | Drain | Probe
+ToReplica = Submit | Abort | Drain | Probe | Subscribe
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -60,11 +74,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a sample's time went inside the replica before its first token, in seconds.
+
+    ``queue_s`` from the arrival at the replica to the first step that computed for it, ``prefill_s`` from
+    there to its first token. ``num_computed_tokens`` are the prompt tokens that were computed, not cached.
+    """
+
+    queue_s: float
+    prefill_s: float
+    num_computed_tokens: int
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sample of one request after one step.
 
-    ``prompt_logprobs`` comes once, with the sample's first tokens; its entry 0 is None (nothing
-    precedes the first token). ``stop_token`` is the id that ended it, when one did; that id is the
+    ``prompt_logprobs`` and ``timing`` come once, with the sample's first tokens; entry 0 of the former is
+    None (nothing precedes the first token). ``stop_token`` is the id that ended it, when one did; that id is the
     last of ``token_ids``. ``num_cached_tokens`` is the prompt's length found in the prefix cache.
     """
 
@@ -76,6 +102,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    timing: Timing | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
@@ -124,10 +151,14 @@ CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state now, and counters since it started."""
+    """The engine's state now, and counters since it started.
+
+    ``num_queued_tokens`` are prompt tokens of admitted requests that are not computed yet.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_queued_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_preemptions: int = 0
@@ -145,7 +176,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """What a replica can do; sent first on every connection, once the model is loaded."""
+    """What a replica can do; sent first on every connection, once the model is loaded.
+
+    ``instance`` is drawn anew by every process: another one has an empty cache. ``hardware`` is the class
+    of machine in words, such as ``cpu x4 AMD EPYC 9654``.
+    """
 
     replica_id: str
     pid: int
@@ -165,6 +200,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     weights_bytes: int
     kv_bytes: int
     notes: list[str]
+    instance: str = ""
+    hardware: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
@@ -183,4 +220,14 @@ class Health(msgspec.Struct, frozen=True, tag="health"):
     stats: Stats
 
 
-FromReplica = Hello | Step | Health
+class CacheSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """All that the replica's cache holds: what was known of it before is void.
+
+    ``next_seq`` is the number of the first event after it.
+    """
+
+    stored: list[BlocksStored]
+    next_seq: int
+
+
+FromReplica = Hello | Step | Health | CacheSnapshot

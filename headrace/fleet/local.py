@@ -2,7 +2,7 @@
 
 LocalReplica ──spawns──► python -m headrace.replica
     stdin   a ReplicaSpec; stays open, so that EOF tells the child its parent is gone
-    stdout  ReplicaEvents
+    stdout  StartEvents
     stderr  inherited: the child's log
 """
 
@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.core import errors
 from headrace.core.knobs import EngineConfig, LogConfig
-from headrace.core.launch import ReplicaEvent, ReplicaSpec
+from headrace.core.launch import StartEvent, ReplicaSpec
 
 log = logging.getLogger("headrace.fleet")
 
@@ -134,7 +134,7 @@ class LocalReplica:
         )
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(self.spec) + b"\n")
-        decoder = msgspec.json.Decoder(ReplicaEvent)
+        decoder = msgspec.json.Decoder(StartEvent)
         try:
             await process.stdin.drain()
             while line := await process.stdout.readline():

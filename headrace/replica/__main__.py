@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.errors import EngineError, HeadraceError, UsageError
-from headrace.core.launch import ReplicaEvent, ReplicaSpec
+from headrace.core.launch import StartEvent, ReplicaSpec
 from headrace.core.logs import set_up_logging
 from headrace.replica.connections import bind
 
@@ -62,16 +62,16 @@ class _Reporter:
         now = time.monotonic()
         if done >= total or now - self._last >= _PROGRESS_INTERVAL_S:
             self._last = now
-            self._write(ReplicaEvent("loading", done=done, total=total))
+            self._write(StartEvent("loading", done=done, total=total))
 
     def ready(self) -> None:
-        self._write(ReplicaEvent("ready"))
+        self._write(StartEvent("ready"))
         os.close(self._fd)
 
     def error(self, error: HeadraceError) -> None:
-        self._write(ReplicaEvent.of_error(error))
+        self._write(StartEvent.of_error(error))
 
-    def _write(self, event: ReplicaEvent) -> None:
+    def _write(self, event: StartEvent) -> None:
         # If the parent is gone, standard input will say so.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, msgspec.json.encode(event) + b"\n")

@@ -1,0 +1,46 @@
+"""What a request is handed to, and what its outputs are handed to.
+
+    Flight ── submit(request, receiver) ──► Worker       one of ours, or a server that takes tokens
+    Flight ◄── on_outputs, on_failed ────── Worker
+
+All calls happen in one event loop and none blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.core.errors import HeadraceError
+from headrace.core.messages import Output
+from headrace.core.request import Request
+from headrace.core.routing import Outcome
+
+
+class Receiver(Protocol):
+    """Takes what comes back for one request, until every sample has a ``finish_reason`` or it failed."""
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        """One step's outputs of the request; never called from within ``submit``."""
+
+    def on_failed(self, error: HeadraceError, outcome: Outcome) -> None:
+        """The request has ended unfinished and nothing follows. ``outcome`` says whose fault it was:
+        ``caller_fault`` (repeating it is useless), ``replica_fault`` (a living replica's) or
+        ``replica_gone``."""
+
+
+class Worker(Protocol):
+    """A replica that takes token ids and gives token ids."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is connected and greeted now."""
+
+    def submit(self, request: Request, receiver: Receiver) -> None:
+        """Sends a request; UnavailableError when that is impossible now.
+
+        The samples of one request may come as several requests with the same id and different
+        ``sample_index`` (a rescue); each has its own receiver.
+        """
+
+    def abort(self, request_id: str, sample_index: int | None = None) -> None:
+        """Stops a request, or one sample; its receiver hears nothing more of it. Unknown ids are ignored."""
