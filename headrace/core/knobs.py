@@ -140,8 +140,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which processes stand behind the front door."""
 
     replicas: Annotated[
-        int, _knob("Local replicas of the model; they share the cores.", "warm", ge=0, le=64)
-    ] = 1
+        Annotated[int, Meta(ge=0, le=64)] | None,
+        _knob(
+            "Local replicas of the model, which share the cores; default: 1, or none beside --worker-urls.",
+            "warm",
+        ),
+    ] = None
     gateways: Annotated[
         int,
         _knob("Gateway processes; above 1 the router gets a process of its own.", "warm", ge=1, le=64),
