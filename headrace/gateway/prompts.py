@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -22,8 +23,7 @@ from headrace.gateway.errors import decode_error
 from headrace.gateway.schema import ChatBody, ChatMessage, Part, TokenizeBody
 
 if TYPE_CHECKING:
-    from headrace.core.messages import Hello
-    from headrace.gateway.metrics import Metrics
+    from headrace.core.routing import ModelInfo
     from headrace.text.tokenizer import Tokenizer
 
 INLINE_BYTES = 16 * 1024
@@ -34,14 +34,15 @@ ROLES = ("system", "developer", "user", "assistant")
 Result = TypeVar("Result")
 
 
-class Prompts:
-    """Turns bodies into prompts with one tokenizer."""
+class TextPool:
+    """Where text work runs: here, or in worker threads that all models share.
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics) -> None:
-        self.tokenizer = tokenizer
-        self._metrics = metrics
+    ``inline``: whether every chat template renders in this process; if not, each waits for a child.
+    """
+
+    def __init__(self, *, inline: bool = True) -> None:
+        self._inline_bytes = INLINE_BYTES if inline else -1
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="headrace-text")
-        self._longest_token = self._workers.submit(self._measure)
 
     def close(self) -> None:
         """Lets go of the worker threads; work in progress is not waited for."""
@@ -50,17 +51,25 @@ class Prompts:
     async def run(self, num_bytes: int, work: Callable[[], Result]) -> tuple[Result, float]:
         """The result of text work on a body of ``num_bytes``, and the seconds it took, waiting included."""
         start = time.perf_counter()
-        if num_bytes <= INLINE_BYTES and self.tokenizer.renders_inline:
-            result = work()
-        else:
-            result = await self.off_loop(work)
-        seconds = time.perf_counter() - start
-        self._metrics.text.observe(seconds)
-        return result, seconds
+        result = work() if num_bytes <= self._inline_bytes else await self.off_loop(work)
+        return result, time.perf_counter() - start
 
     async def off_loop(self, work: Callable[[], Result]) -> Result:
         """The result of long work, done in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+
+class Prompts:
+    """Turns bodies into prompts with one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: no prompt has fewer tokens than its characters divided by this."""
+        tokenizer = self.tokenizer
+        return max([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]) or 1
 
     def chat(self, body: ChatBody | TokenizeBody, max_model_len: int) -> array[int]:
         """Token ids of a conversation, as its template renders it."""
@@ -94,7 +103,7 @@ class Prompts:
         """Raises ContextLengthError for text that is too long whatever its tokens: before tokenizing it."""
         if num_chars <= CHECKED_CHARS:
             return
-        least = num_chars // self._longest_token.result()
+        least = num_chars // self.longest_token
         if least > max_model_len:
             raise ContextLengthError(
                 f"the prompt has at least {least} tokens ({num_chars} characters), the model's context is"
@@ -103,15 +112,10 @@ class Prompts:
                 param="messages",
             )
 
-    def _measure(self) -> int:
-        """Bytes of the longest token: no prompt has fewer tokens than its characters divided by this."""
-        tokenizer = self.tokenizer
-        return max([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]) or 1
 
-
-def identities(token_ids: array[int], hello: Hello) -> bytes:
+def identities(token_ids: array[int], info: ModelInfo) -> bytes:
     """Concatenated identities of a prompt's full blocks, as a Request carries them."""
-    return b"".join(block_identities(hello.root_identity, token_ids, hello.block_size))
+    return b"".join(block_identities(info.root_identity, token_ids, info.block_size))
 
 
 def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, param: str) -> None:

@@ -1,85 +1,174 @@
-"""What one gateway's handlers share."""
+"""What one gateway's handlers share: the models it serves, the dispatcher behind them, limits and counters."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace.core.errors import NotFoundError, UnavailableError
 from headrace.core.knobs import GatewayConfig
-from headrace.core.messages import Hello, Stats
+from headrace.core.routing import ModelInfo
 from headrace.gateway.admission import Admission
 from headrace.gateway.auth import Keys
-from headrace.gateway.metrics import Metrics
-from headrace.gateway.prompts import Prompts
+from headrace.gateway.errors import decode_error
+from headrace.gateway.fleet_metrics import fleet_families
+from headrace.gateway.metrics import Counters, ModelCounters, page, sums
+from headrace.gateway.prompts import INLINE_BYTES, Prompts, TextPool
 
 if TYPE_CHECKING:
-    from headrace.router.replica_client import ReplicaClient
+    from headrace.router.dispatcher import Dispatcher
     from headrace.text.tokenizer import Tokenizer
 
 MEGABYTE = 1024 * 1024
+REPORT_INTERVAL_S = 1.0
+STATUS_TIMEOUT_S = 2.0
+
+
+class _Named(msgspec.Struct, frozen=True):
+    model: str | None = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+class ServedModel:
+    """One model as callers see it: ``model`` is its name in the fleet, ``names`` what they may ask for.
+
+    The first name is reported. Without a tokenizer its bodies pass through to servers that take text.
+    """
+
+    def __init__(
+        self, model: str, names: Sequence[str], tokenizer: Tokenizer | None, dispatcher: Dispatcher
+    ) -> None:
+        self.model = model
+        self.names = list(names) or [model]
+        self.tokenizer = tokenizer
+        self.prompts = None if tokenizer is None else Prompts(tokenizer)
+        self.metrics = ModelCounters()
+        self._dispatcher = dispatcher
+
+    @property
+    def text_only(self) -> bool:
+        """Whether bodies go on as they are: no tokenizer here, or no replica that takes tokens."""
+        if self.tokenizer is None:
+            return True
+        info = self._dispatcher.info(self.model)
+        return info is not None and not info.tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens; 0 as long as no replica has said it."""
+        info = self._dispatcher.info(self.model)
+        return info.max_model_len if info is not None else 0
+
+    def info(self) -> ModelInfo:
+        """What its replicas say of it; UnavailableError while none is ready."""
+        info = self._dispatcher.info(self.model)
+        if info is None or not self._dispatcher.ready(self.model):
+            what = "still loading" if info is None else "being restarted"
+            raise UnavailableError(
+                f"no replica of {self.names[0]} is ready: they are {what}", hint="Try again soon; see /ready."
+            )
+        return info
 
 
 class Gateway:
-    """The tokenizer, the replica's client, limits and counters behind the routes.
+    """The models, the way to their replicas, limits and counters behind the routes.
 
-    ``model_name`` is what was loaded, ``served_names`` what callers may ask for; the first is reported.
+    ``gateway_id`` tells this process's counters from those of others.
     """
 
     def __init__(
         self,
         config: GatewayConfig,
         *,
-        tokenizer: Tokenizer,
-        client: ReplicaClient,
-        model_name: str,
-        served_names: Sequence[str],
+        models: Sequence[ServedModel],
+        dispatcher: Dispatcher,
         log: logging.Logger,
+        gateway_id: str = "",
     ) -> None:
-        self.tokenizer = tokenizer
-        self.client = client
-        self.model_name = model_name
-        self.served_names = list(served_names) or [model_name]
+        assert models, "a gateway serves at least one model"
+        self.config = config
+        self.models = list(models)
+        self.dispatcher = dispatcher
         self.log = log
         self.keys = Keys(config.api_key)
         self.admission = Admission(config.max_concurrent_requests)
-        self.metrics = Metrics(self.served_names[0], self._stats, lambda: self.admission.in_use)
-        self.prompts = Prompts(tokenizer, self.metrics)
+        self.metrics = Counters(gateway_id=gateway_id or f"{random.getrandbits(64):016x}")
+        for served in self.models:
+            self.metrics.models[served.names[0]] = served.metrics
+        self.texts = TextPool(
+            inline=all(served.tokenizer is None or served.tokenizer.renders_inline for served in self.models)
+        )
         self.max_body_bytes = int(config.max_body_mb * MEGABYTE)
         self.max_backlog_bytes = int(config.max_response_backlog_mb * MEGABYTE)
         self.draining = False
+        self._by_name = {name: served for served in reversed(self.models) for name in served.names}
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output in tokens; 0 as long as no replica has said it."""
-        hello = self.client.hello
-        return hello.max_model_len if hello is not None else 0
-
-    def require_replica(self) -> Hello:
-        """The replica's greeting; UnavailableError while none is connected or the gateway stops."""
-        if self.draining:
-            raise UnavailableError("the server is shutting down", code="shutting_down")
-        hello = self.client.hello
-        if hello is None or not self.client.alive:
-            what = "still loading the model" if hello is None else "being restarted"
-            raise UnavailableError(f"no replica is ready: it is {what}", hint="Try again soon; see /ready.")
-        return hello
-
-    def check_model(self, name: str | None) -> str:
-        """The name to report; NotFoundError for a model that is not served. None means the served one."""
+    def model(self, name: str | None) -> ServedModel:
+        """The model that answers to a name, the first for None; NotFoundError names what is served."""
         if name is None:
-            return self.served_names[0]
-        if name not in self.served_names:
+            return self.models[0]
+        served = self._by_name.get(name)
+        if served is None:
             raise NotFoundError(
-                f"the model {name[:200]!r} is not served here; served: {', '.join(self.served_names)}",
+                f"the model {name[:200]!r} is not served here; served: {', '.join(self._by_name)}",
                 param="model",
                 code="model_not_found",
             )
-        return name
+        return served
+
+    async def model_of(self, body: bytes) -> ServedModel:
+        """The model that a JSON body asks for; the only one without looking: whoever reads the body checks."""
+        if len(self.models) == 1:
+            return self.models[0]
+        if len(body) <= INLINE_BYTES:
+            return self.model(_model_name(body))
+        return self.model(await self.texts.off_loop(lambda: _model_name(body)))
+
+    def require(self, served: ServedModel) -> ModelInfo:
+        """``served.info()``; UnavailableError also while the gateway stops."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down", code="shutting_down")
+        return served.info()
+
+    async def metrics_page(self) -> bytes:
+        """The text of /metrics: the sums over all gateways, and each replica as the router sees it."""
+        self.metrics.num_admitted = self.admission.in_use
+        families = []
+        reports: list[bytes] = []
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                status = await self.dispatcher.placer.status()
+                reports = await self.dispatcher.placer.reports()
+        except (UnavailableError, TimeoutError):
+            self.log.warning("the router does not answer: /metrics without replicas and other gateways")
+        else:
+            families = list(fleet_families(status, {served.model: served.names[0] for served in self.models}))
+        return page(sums(self.metrics, reports), families)
+
+    def report(self) -> None:
+        """Gives this gateway's counters to the router, for the pages of others."""
+        self.metrics.num_admitted = self.admission.in_use
+        self.dispatcher.placer.report(self.metrics.encode())
+
+    async def report_forever(self) -> None:
+        """Reports from time to time; for gateways that are one of several."""
+        while True:
+            self.report()
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     def close(self) -> None:
-        self.prompts.close()
+        self.texts.close()
 
-    def _stats(self) -> Stats:
-        return self.client.stats
+
+def _model_name(body: bytes) -> str | None:
+    try:
+        return _named.decode(body).model
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise decode_error(error, body) from None
