@@ -28,6 +28,7 @@ class BlockPool:
         self._num_free = num_blocks
         self._refs = [0] * num_blocks
         self._ids: list[bytes | None] = [None] * num_blocks
+        self._parents: list[bytes] = [b""] * num_blocks  # of those with an identity: the one before it
         self._block_of: dict[bytes, int] = {}
         self._empty = num_blocks
         self._cached = num_blocks + 1
@@ -142,17 +143,20 @@ class BlockPool:
         Where another block already has the identity (two sequences computed the same tokens at
         once), that one stays findable and this one stays without, so it becomes empty when freed.
         """
-        refs, ids, block_of = self._refs, self._ids, self._block_of
+        refs, ids, parents, block_of = self._refs, self._ids, self._parents, self._block_of
         stored: list[bytes] = []
+        before = parent
         for block, block_id in zip(blocks, block_ids, strict=True):
             assert refs[block] and ids[block] is None, block
             if block_id not in block_of:
                 block_of[block_id] = block
                 ids[block] = block_id
+                parents[block] = before
                 stored.append(block_id)
-                continue
-            self._announce(stored, parent)
-            stored, parent = [], block_id
+            else:
+                self._announce(stored, parent)
+                stored, parent = [], block_id
+            before = block_id
         self._announce(stored, parent)
 
     def reset(self) -> None:
@@ -171,6 +175,28 @@ class BlockPool:
         self._first_event += len(events)
         self._events = []
         return first, events
+
+    def snapshot(self) -> list[BlocksStored]:
+        """All that can be found now, parents before children: what the events up to now come to.
+
+        A block whose parent was evicted while somebody held it is among them. O(cached blocks).
+        """
+        parents, block_of = self._parents, self._block_of
+        children: dict[bytes, list[bytes]] = {}
+        for block_id, block in block_of.items():
+            children.setdefault(parents[block], []).append(block_id)
+        heads = [
+            (child, parent) for parent in children if parent not in block_of for child in children[parent]
+        ]
+        stored: list[BlocksStored] = []
+        while heads:
+            block_id, parent = heads.pop()
+            run = [block_id]
+            while following := children.get(run[-1]):
+                heads += [(other, run[-1]) for other in following[1:]]
+                run.append(following[0])
+            stored.append(BlocksStored(block_ids=run, parent=parent))
+        return stored
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that ``tables`` are all that is held, and that lists, counts and map agree."""

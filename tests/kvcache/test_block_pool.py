@@ -190,6 +190,23 @@ def test_reset_forgets_and_keeps_what_is_held() -> None:
     assert pool.num_free == 2
 
 
+def test_a_snapshot_tells_chains_branches_and_orphans() -> None:
+    pool = BlockPool(8, 4)
+    trunk = pool.allocate(3)
+    pool.register(trunk, ids("abc"), ROOT)
+    branch = pool.allocate(1)
+    pool.register(branch, ids("x"), ids("b")[0])
+    assert pool.snapshot() == [
+        BlocksStored(block_ids=ids("abc"), parent=ROOT),
+        BlocksStored(block_ids=ids("x"), parent=ids("b")[0]),
+    ]
+    pool.free(trunk)
+    pool.allocate(7)  # evicts a chain of which one later block is held
+    assert pool.snapshot() == [BlocksStored(block_ids=ids("x"), parent=ids("b")[0])]
+    pool.reset()
+    assert pool.snapshot() == []
+
+
 def test_integrity_check_finds_a_lost_and_a_doubly_freed_block() -> None:
     pool = BlockPool(4, 4)
     held = pool.allocate(2)
@@ -304,6 +321,19 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 self.index.clear()
         assert set(self.index) == set(self.content.values()), "the events tell another story"
+        self.read_snapshot()
+
+    def read_snapshot(self) -> None:
+        told: set[bytes] = set()
+        for run in self.pool.snapshot():
+            parent = run.parent
+            assert parent in told or parent not in self.index, "a child was told before its parent"
+            for identity in run.block_ids:
+                assert parent == ROOT or parent.decode()[1:] == identity.decode()[1:-1].rjust(31, "-")
+                assert identity not in told, "told twice"
+                told.add(identity)
+                parent = identity
+        assert told == set(self.index), "the snapshot and the events differ"
 
     @invariant()
     def nothing_is_lost(self) -> None:
