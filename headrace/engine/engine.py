@@ -6,9 +6,11 @@ add ─► Scheduler ─► schedule ─► ModelRunner ─► sampled tokens �
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ import torch
 from headrace.core.errors import EngineError, HeadraceError, InvalidRequestError, UsageError
 from headrace.core.identity import root_identity
 from headrace.core.knobs import EngineConfig
-from headrace.core.messages import CacheEvent, Failed, Output, Stats
+from headrace.core.messages import CacheEvent, Failed, Output, Stats, Timing
 from headrace.core.request import Request
 from headrace.engine import memory
 from headrace.engine.model_runner import KVGeometry, ModelRunner
@@ -126,6 +128,7 @@ class Engine:
         self.hello_fields: dict[str, Any] = {
             "model_revision": loaded.revision,
             "device": _describe(self.device, self.num_threads),
+            "hardware": _hardware(self.device, self.num_threads),
             "dtype": str(dtype).removeprefix("torch."),
             "vocab_size": self.vocab_size,
             "max_model_len": self.max_model_len,
@@ -163,7 +166,11 @@ class Engine:
         if request.sampling.seed is None:
             sampling = msgspec.structs.replace(request.sampling, seed=next(self._seeds))
             request = msgspec.structs.replace(request, sampling=sampling)
-        return self.scheduler.add(request)
+        samples = self.scheduler.add(request)
+        now = time.monotonic()
+        for sequence in samples:
+            sequence.added_at = now
+        return samples
 
     def abort(self, request_id: str, sample_index: int | None = None) -> int:
         """Ends a request, or one sample, and frees its blocks; returns how many samples ended."""
@@ -179,6 +186,10 @@ class Engine:
         if not schedule.entries:
             return result
         self._num_steps += 1
+        if schedule.admitted:
+            now = time.monotonic()
+            for sequence in schedule.admitted:
+                sequence.started_at = now
         try:
             with torch.inference_mode():
                 sampled = self.runner.execute(schedule)
@@ -206,6 +217,7 @@ class Engine:
         return Stats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self.block_pool.num_blocks,
             num_free_blocks=self.block_pool.num_free,
             num_preemptions=counters.num_preemptions,
@@ -229,15 +241,22 @@ class Engine:
     def _collect(self, sampling: list[Sequence], sampled: SampledBatch, result: StepResult) -> None:
         failed = {failed.request_id for failed in result.failed}
         outputs = result.outputs
+        now = time.monotonic()
         for index, (sequence, token) in enumerate(zip(sampling, sampled.token_ids, strict=True)):
             if failed and sequence.request_id in failed:
                 continue
-            prompt_logprobs = None
-            if sequence.num_sampled_tokens == 1 and sequence.sampling.prompt_logprobs is not None:
-                row = self.runner.sampler.row(sequence)
-                gathered, row.prompt_logprobs = row.prompt_logprobs, None
-                assert gathered is not None
-                prompt_logprobs = gathered.entries
+            prompt_logprobs, timing = None, None
+            if sequence.num_sampled_tokens == 1:
+                timing = Timing(
+                    sequence.started_at - sequence.added_at,
+                    now - sequence.started_at,
+                    sequence.prompt_length - sequence.num_hit_tokens,
+                )
+                if sequence.sampling.prompt_logprobs is not None:
+                    row = self.runner.sampler.row(sequence)
+                    gathered, row.prompt_logprobs = row.prompt_logprobs, None
+                    assert gathered is not None
+                    prompt_logprobs = gathered.entries
             logprob = sampled.logprobs.get(index)
             outputs.append(
                 Output(
@@ -249,6 +268,7 @@ class Engine:
                     sequence.num_cached_tokens,
                     None if logprob is None else [logprob],
                     prompt_logprobs,
+                    timing,
                 )
             )
 
@@ -300,3 +320,16 @@ def _describe(device: torch.device, num_threads: int) -> str:
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     return f"cpu ({num_threads} threads)"
+
+
+def _hardware(device: torch.device, num_threads: int) -> str:
+    """The class of machine in words: replicas of one class are expected to be equally fast."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return f"cpu x{num_threads} {name}"

@@ -53,12 +53,16 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step's work. The first ``num_decodes`` entries have one token each, the others more."""
+    """One step's work. The first ``num_decodes`` entries have one token each, the others more.
+
+    ``admitted`` are scheduled for the first time.
+    """
 
     entries: list[Entry]
     num_decodes: int
     num_tokens: int
     preempted: list[Sequence]
+    admitted: list[Sequence]
 
 
 @dataclass
@@ -75,14 +79,6 @@ class Counters:
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
-
-
-@dataclass
-class _Blocked:
-    """The head of the waiting line that found too few blocks, and the pool's ``num_frees`` then."""
-
-    sequence: Sequence | None = None
-    num_frees: int = -1
 
 
 class Scheduler:
@@ -103,11 +99,13 @@ class Scheduler:
         self._root = root
         self._eos_token_ids = frozenset(eos_token_ids)
         self._arrivals = 0
+        self._num_queued_tokens = 0
         self._running: list[Sequence] = []  # by arrival
         self._waiting: deque[Sequence] = deque()  # by arrival
         self._sequences: dict[str, dict[int, Sequence]] = {}  # request id → sample index → unfinished
         self._scheduled: Schedule | None = None
-        self._blocked = _Blocked()
+        # The head of the waiting line that found too few blocks, and the pool's num_frees then.
+        self._blocked: tuple[Sequence | None, int] = None, -1
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +119,14 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Waiting, preempted and held sequences."""
         return sum(map(len, self._sequences.values())) - len(self._running)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that are still to compute; for those that wait, as the cache was when they came.
+
+        Samples that are held count nothing, as they will find their leader's blocks.
+        """
+        return self._num_queued_tokens
 
     def add(self, request: Request) -> list[Sequence]:
         """Puts a request's samples in line and returns them.
@@ -148,11 +154,14 @@ class Scheduler:
         first, rest = samples[0], samples[1:]
         self._waiting.append(first)
         if self._may_hit(first):
+            self._queue(first, len(tokens) - len(self._hits(first)) * self.config.block_size)
             first.followers = rest
             for sequence in rest:
                 sequence.status = SequenceStatus.HELD
         else:
             self._waiting.extend(rest)
+            for sequence in samples:
+                self._queue(sequence, len(tokens))
         return samples
 
     def abort(self, request_id: str, sample_index: int | None = None) -> list[Sequence]:
@@ -179,6 +188,7 @@ class Scheduler:
         ones: list[Entry] = []
         prefills: list[Sequence] = []
         preempted: list[Sequence] = []
+        admitted: list[Sequence] = []
         pool, block_size, running = self.block_pool, self.block_pool.block_size, self._running
         position = 0
         while position < len(running):  # shrinks from its end while sequences are preempted
@@ -206,9 +216,11 @@ class Scheduler:
                 break
             sequence = self._waiting.popleft()
             _insert(running, sequence)
+            if not sequence.num_preemptions:
+                admitted.append(sequence)
             budget = self._take(sequence, budget, ones, chunks)
         self._scheduled = Schedule(
-            ones + chunks, len(ones), self.config.max_num_batched_tokens - budget, preempted
+            ones + chunks, len(ones), self.config.max_num_batched_tokens - budget, preempted, admitted
         )
         return self._scheduled
 
@@ -233,6 +245,7 @@ class Scheduler:
             prompt_length = sequence.prompt_length
             if before < prompt_length:
                 counters.computed_prompt_tokens += min(computed, prompt_length) - before
+                self._queue(sequence, max(0, prompt_length - computed))
             if caching and computed // block_size > sequence.num_registered_blocks:
                 self._register_full_blocks(sequence)
             if sequence.followers and computed >= prompt_length:
@@ -283,6 +296,10 @@ class Scheduler:
             if self.config.enable_prefix_caching:
                 assert s.num_registered_blocks == s.num_computed_tokens // block_size <= len(s.block_ids), s
         assert all(not s.block_table and not s.num_computed_tokens for s in waiting + held)
+        assert self._num_queued_tokens == sum(s.num_queued_tokens for s in everything)
+        assert all(s.num_queued_tokens == max(0, s.prompt_length - s.num_computed_tokens) for s in running)
+        assert all(0 < s.num_queued_tokens <= s.prompt_length for s in waiting)
+        assert not any(s.num_queued_tokens for s in held)
         self.block_pool.check_integrity(s.block_table for s in running)
 
     def _max_length(self, request: Request, length: int) -> int:
@@ -346,6 +363,18 @@ class Scheduler:
             return False
         return sequence.sampling.prompt_logprobs is None or sequence.num_sampled_tokens > 0
 
+    def _hits(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that it would begin with. The last token's logits are needed, so the block of that
+        one is computed anyway."""
+        return self.block_pool.lookup(
+            sequence.block_ids[: (len(sequence.tokens) - 1) // self.config.block_size]
+        )
+
+    def _queue(self, sequence: Sequence, num_tokens: int) -> None:
+        """Counts ``num_tokens`` of its prompt as still to compute, instead of what was counted before."""
+        self._num_queued_tokens += num_tokens - sequence.num_queued_tokens
+        sequence.num_queued_tokens = num_tokens
+
     def _take(self, sequence: Sequence, budget: int, ones: list[Entry], chunks: list[Entry]) -> int:
         """Gives a sequence as much of the budget as it can use; returns the rest."""
         missing = len(sequence.tokens) - sequence.num_computed_tokens
@@ -363,18 +392,17 @@ class Scheduler:
         computed, and because its blocks then have consecutive numbers. One free block per running
         sequence stays in reserve, so that its next token does not preempt who was just admitted.
         """
-        pool, blocked = self.block_pool, self._blocked
-        if self._running and blocked.sequence is sequence and blocked.num_frees == pool.num_frees:
+        pool = self.block_pool
+        blocked, num_frees = self._blocked
+        if self._running and blocked is sequence and num_frees == pool.num_frees:
             return False
         block_size = self.config.block_size
         num_tokens = len(sequence.tokens)
-        hits: list[int] = []
-        if self._may_hit(sequence):  # the last token's logits are needed, so its block is computed anyway
-            hits = pool.lookup(sequence.block_ids[: (num_tokens - 1) // block_size])
+        hits = self._hits(sequence) if self._may_hit(sequence) else []
         missing = -(-num_tokens // block_size) - len(hits)
         if missing + pool.count_free(hits) + len(self._running) > pool.num_free:
             assert self._running, "a sequence was added that does not fit the pool"
-            self._blocked = _Blocked(sequence, pool.num_frees)
+            self._blocked = sequence, pool.num_frees
             return False
         pool.acquire(hits)
         sequence.block_table = hits + pool.allocate(missing, hits[-1] if hits else -1)
@@ -382,9 +410,10 @@ class Scheduler:
         sequence.num_registered_blocks = len(hits)
         sequence.caches_blocks = True
         sequence.status = SequenceStatus.RUNNING
-        if not sequence.was_admitted:
-            sequence.was_admitted = True
-            sequence.num_cached_tokens = min(len(hits) * block_size, sequence.num_prompt_tokens)
+        self._queue(sequence, max(0, sequence.prompt_length - sequence.num_computed_tokens))
+        if not sequence.num_preemptions:
+            sequence.num_hit_tokens = len(hits) * block_size
+            sequence.num_cached_tokens = min(sequence.num_hit_tokens, sequence.num_prompt_tokens)
             self.counters.prompt_tokens += num_tokens
             if self._may_hit(sequence):
                 self.counters.prefix_cache_queries += num_tokens
@@ -400,6 +429,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.PREEMPTED
         self.counters.num_preemptions += 1
+        self._queue(sequence, sequence.prompt_length)
         _insert(self._waiting, sequence)
         return sequence
 
@@ -420,9 +450,13 @@ class Scheduler:
 
     def _release_followers(self, leader: Sequence) -> None:
         for sequence in leader.followers:
-            sequence.status = SequenceStatus.WAITING
-            _insert(self._waiting, sequence)
+            self._let_wait(sequence)
         leader.followers = []
+
+    def _let_wait(self, held: Sequence) -> None:
+        held.status = SequenceStatus.WAITING
+        self._queue(held, held.prompt_length - len(self._hits(held)) * self.config.block_size)
+        _insert(self._waiting, held)
 
     def _stop_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -439,6 +473,7 @@ class Scheduler:
         sequence.finish_reason = reason
         self.block_pool.free(sequence.block_table)
         sequence.block_table = []
+        self._queue(sequence, 0)
         samples = self._sequences[sequence.request_id]
         del samples[sequence.sample_index]
         if not samples:
@@ -446,8 +481,7 @@ class Scheduler:
         if sequence.followers:
             heir, *rest = sequence.followers
             heir.followers, sequence.followers = rest, []
-            heir.status = SequenceStatus.WAITING
-            _insert(self._waiting, heir)
+            self._let_wait(heir)
 
 
 def _insert(line: list[Sequence] | deque[Sequence], sequence: Sequence) -> None:

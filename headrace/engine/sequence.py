@@ -39,6 +39,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "added_at",
         "arrival",
         "block_ids",
         "block_table",
@@ -48,8 +49,10 @@ class Sequence:
         "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_hit_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_queued_tokens",
         "num_registered_blocks",
         "num_sampled_tokens",
         "prompt_length",
@@ -58,10 +61,10 @@ class Sequence:
         "runner_state",
         "sample_index",
         "sampling",
+        "started_at",
         "status",
         "stop_token",
         "tokens",
-        "was_admitted",
     )
 
     def __init__(
@@ -77,7 +80,9 @@ class Sequence:
         self.num_prompt_tokens = len(tokens) - request.num_output_tokens
         self.num_computed_tokens = 0
         self.num_sampled_tokens = 0  # by this engine
-        self.num_cached_tokens = 0  # of the prompt, found in the cache at first admission
+        self.num_hit_tokens = 0  # found in the cache at first admission
+        self.num_cached_tokens = 0  # the same, of the prompt alone
+        self.num_queued_tokens = 0  # of the prompt, rescued output included, that are still to compute
         self.num_preemptions = 0
         self.num_registered_blocks = 0  # leading blocks whose identity the pool was told
         self.caches_blocks = True  # False: what it holds is of before a reset, for no one else
@@ -88,9 +93,11 @@ class Sequence:
         self.stop_token: int | None = None
         self.max_length = max_length
         self.arrival = arrival
-        self.was_admitted = False
         self.followers: list[Sequence] = []  # samples held until this one's prompt is computed
-        self.runner_state: Any = None  # the engine's to use
+        # The engine's to use; times are monotonic.
+        self.runner_state: Any = None
+        self.added_at = 0.0
+        self.started_at = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from headrace.core.errors import InsufficientMemoryError, ModelNotFoundError, UsageError
 from headrace.core.knobs import EngineConfig
-from headrace.core.messages import BlocksRemoved, BlocksStored, CacheCleared
+from headrace.core.messages import BlocksRemoved, BlocksStored, CacheCleared, Timing
 from headrace.engine import memory
 from headrace.engine.engine import Engine
 from headrace.kernels.table import OpTable
@@ -333,3 +334,25 @@ def test_weights_larger_than_memory_are_refused_before_loading(
     with pytest.raises(InsufficientMemoryError, match="weights need") as caught:
         make_engine(tiny("llama"))
     assert "smaller model" in (caught.value.hint or "")
+
+
+def test_first_tokens_say_where_the_time_went(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("llama"), max_num_seqs=1)
+    prompt = list(range(2, 22))
+    for name in ("first", "second"):
+        engine.add(make_request(name, prompt, max_tokens=3))
+    timings: dict[str, list[Timing | None]] = {"first": [], "second": []}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            timings[output.request_id].append(output.timing)
+    assert [[t is not None for t in times] for times in timings.values()] == [[True, False, False]] * 2
+    first, second = timings["first"][0], timings["second"][0]
+    assert first is not None and second is not None
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (20, 4)
+    assert first.queue_s >= 0 and first.prefill_s > 0 and second.prefill_s > 0
+    assert second.queue_s > first.prefill_s, "it waited until the other had ended"
+
+
+def test_says_on_what_it_runs(tiny: Callable[..., Path]) -> None:
+    hardware = make_engine(tiny("llama")).hello_fields["hardware"]
+    assert re.fullmatch(r"cpu x1 \S.*", hardware)

@@ -307,3 +307,38 @@ def test_long_prompt_gets_one_run_of_blocks_even_across_turns() -> None:
     step(scheduler)
     assert second.num_cached_tokens == 48
     assert second.block_table[: len(table)] == table
+
+
+# What waits
+
+
+def test_prompt_tokens_still_to_compute_are_counted_less_what_the_cache_has() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_seqs=2)
+    scheduler.add(make_request("a", distinct(20), max_tokens=3))
+    assert scheduler.num_queued_tokens == 20
+    step(scheduler)
+    assert scheduler.num_queued_tokens == 12
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.num_queued_tokens == 0
+    scheduler.add(make_request("b", [*distinct(20), 7, 7]))
+    assert scheduler.num_queued_tokens == 2, "five blocks are cached"
+    scheduler.add(make_request("c", distinct(9, start=50), n=3))
+    assert scheduler.num_queued_tokens == 11, "samples share their prompt"
+    scheduler.abort("c")
+    assert scheduler.num_queued_tokens == 2
+    finish(scheduler)
+    assert scheduler.num_queued_tokens == 0
+
+
+def test_a_step_says_whom_it_begins() -> None:
+    scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=8)
+    scheduler.add(make_request("a", distinct(10), max_tokens=15))
+    scheduler.add(make_request("b", distinct(10, start=50), max_tokens=15))
+    begun = []
+    preempted = 0
+    while scheduler.has_work:
+        schedule = step(scheduler)
+        begun += [sequence.request_id for sequence in schedule.admitted]
+        preempted += len(schedule.preempted)
+    assert begun == ["a", "b"] and preempted, "once each, however often one is preempted"
