@@ -2,146 +2,106 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import InvalidRequestError
-from headrace.core.messages import Hello
-from headrace.core.request import MAX_LOGPROBS, Request, SamplingParams
+from headrace.core.request import MAX_LOGPROBS, SamplingParams
+from headrace.core.routing import ModelInfo
+from headrace.gateway.caller import caller_of
 from headrace.gateway.fields import chat_reader
 from headrace.gateway.generation import Generation, Sample
 from headrace.gateway.logprobs import chat_logprobs, prompt_logprobs
+from headrace.gateway.passthrough import pass_through
 from headrace.gateway.prompts import check_context, identities
-from headrace.gateway.sampling import include_usage, sampling_params
+from headrace.gateway.requests import engine_request, note
+from headrace.gateway.sampling import sampling_params
 from headrace.gateway.schema import ChatBody
-from headrace.gateway.sse import json_value, usage_event
+from headrace.gateway.shape import Shape
 
 if TYPE_CHECKING:
     from headrace.gateway.exchange import Exchange
     from headrace.gateway.state import Gateway
-    from headrace.text.stream import TextDelta
+    from headrace.text.stream import TokenText
+    from headrace.text.tokenizer import Tokenizer
 
 _reader = chat_reader()
 
 
 async def chat_completions(gateway: Gateway, exchange: Exchange, body: bytes, arrival: float) -> None:
     """Answers one chat request."""
-    hello = gateway.require_replica()
-    exchange.watch()
+    served = await gateway.model_of(body)
+    if served.text_only:
+        await pass_through(gateway, served, exchange, body, arrival)
+        return
+    info = gateway.require(served)
+    prompts = served.prompts
+    assert prompts is not None
 
     def work() -> tuple[ChatBody, list[str], array[int], bytes, SamplingParams]:
         fields, ignored = _reader.read(body)
-        gateway.check_model(fields.model)
-        params = _sampling(fields, hello)
+        gateway.model(fields.model)
+        params = _sampling(fields, info, prompts.tokenizer)
         gateway.admission.check(1, params.n)
-        token_ids = gateway.prompts.chat(fields, hello.max_model_len)
-        check_context(len(token_ids), params.max_tokens, hello.max_model_len, "messages")
-        return fields, ignored, token_ids, identities(token_ids, hello), params
+        token_ids = prompts.chat(fields, info.max_model_len)
+        check_context(len(token_ids), params.max_tokens, info.max_model_len, "messages")
+        return fields, ignored, token_ids, identities(token_ids, info), params
 
-    (fields, ignored, token_ids, block_ids, params), seconds = await gateway.prompts.run(len(body), work)
-    exchange.note(gateway.metrics, ignored, seconds)
+    (fields, ignored, token_ids, block_ids, params), seconds = await gateway.texts.run(len(body), work)
+    served.metrics.text.observe(seconds)
+    note(gateway, exchange, ignored, seconds)
     if exchange.disconnected:
         return
+    caller = caller_of(exchange, fields)
     response_id = f"chatcmpl-{exchange.new_id()}"
-    request = Request(
-        request_id=response_id,
-        prompt=token_ids.tobytes(),
-        sampling=params,
-        block_ids=block_ids if gateway.client.hello is hello else b"",
-        model=hello.model,
-    )
-    shape = ChatShape(gateway, response_id, gateway.check_model(fields.model), fields, params)
+    request = engine_request(response_id, served, info, token_ids, block_ids, params, caller)
+    name = fields.model or served.names[0]
+    shape = ChatShape(response_id, name, fields, caller, params.n, prompts.tokenizer)
     with gateway.admission.more(params.n - 1):  # the first sample has its permit
-        generation = Generation(
-            gateway.client,
-            gateway.prompts,
-            gateway.metrics,
+        await Generation(
+            gateway,
+            served,
+            exchange,
+            shape,
             [request],
+            body=body,
+            streams=bool(fields.stream),
             arrival=arrival,
-            max_backlog_bytes=gateway.max_backlog_bytes,
-        )
-        if fields.stream:
-            await generation.stream_events(exchange, shape)
-        else:
-            await generation.respond(exchange, shape)
+            text_s=seconds,
+        ).run()
 
 
-class ChatShape:
+class ChatShape(Shape):
     """Writes chat.completion objects and their chunks."""
 
-    def __init__(
-        self, gateway: Gateway, response_id: str, model: str, fields: ChatBody, params: SamplingParams
-    ) -> None:
-        self._tokenizer = gateway.tokenizer
-        self._id = response_id
-        self._model = model
-        self._created = int(time.time())
-        self._usage = include_usage(fields)
-        self._with_logprobs = bool(fields.logprobs)
-        self._n = params.n
-        chunk = b'data: {"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
-        self._head = chunk % (response_id.encode(), self._created, json_value(model))
-        tail = b"}]" + (b',"usage":null}\n\n' if self._usage else b"}\n\n")
-        self._tail = tail
-        self._before = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(self._n)]
-        self._after = b'},"logprobs":null,"finish_reason":null' + tail
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    text_open = b'"delta":{"content":"'
+    text_close = b'"}'
+    _ROLE = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 
     def opening(self) -> bytes:
-        role = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return b"".join([self._head + role % index + self._tail for index in range(self._n)])
+        return b"".join([self._head + self._ROLE % index + self._tail for index in range(self.num_samples)])
 
-    def event(self, sample: Sample, delta: TextDelta) -> bytes:
-        reason = delta.finish_reason
-        if reason is None and not delta.logprobs:
-            if not delta.text:
-                return b""
-            return self._before[sample.index] + json_value(delta.text) + self._after
-        logprobs = b"null"
-        if delta.logprobs:
-            logprobs = json_value({"content": chat_logprobs(delta.logprobs), "refusal": None})
-        parts = [self._before[sample.index], json_value(delta.text), b'},"logprobs":', logprobs]
-        if reason is None:
-            parts.append(b',"finish_reason":null')
-        else:
-            parts.append(b',"finish_reason":"%b","stop_reason":' % reason.encode())
-            parts.append(json_value(sample.stop_reason))
-        parts.append(self._tail)
-        return b"".join(parts)
+    def logprobs(self, entries: list[TokenText]) -> dict[str, Any]:
+        return {"content": chat_logprobs(entries), "refusal": None}
 
-    def closing(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return b""
-        return usage_event(self._id, "chat.completion.chunk", self._created, self._model, generation.usage)
-
-    def response(self, generation: Generation) -> bytes:
-        result: dict[str, Any] = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": [self._choice(sample) for sample in generation.samples],
-            "usage": generation.usage,
-        }
-        prompt = generation.samples[0].prompt_logprobs
-        if prompt is not None:
-            result["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt)
-        return json_value(result)
-
-    def _choice(self, sample: Sample) -> dict[str, Any]:
-        logprobs = None
-        if self._with_logprobs:
-            logprobs = {"content": chat_logprobs(sample.logprobs), "refusal": None}
+    def choice(self, sample: Sample) -> dict[str, Any]:
+        wanted = sample.request.sampling.logprobs is not None
         return {
             "index": sample.index,
             "message": {"role": "assistant", "content": sample.text_stream.text, "refusal": None},
-            "logprobs": logprobs,
+            "logprobs": self.logprobs(sample.logprobs) if wanted else None,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
 
+    def extras(self, generation: Generation) -> dict[str, Any]:
+        prompt = generation.samples[0].prompt_logprobs
+        return {} if prompt is None else {"prompt_logprobs": prompt_logprobs(self.tokenizer, prompt)}
 
-def _sampling(fields: ChatBody, hello: Hello) -> SamplingParams:
+
+def _sampling(fields: ChatBody, info: ModelInfo, tokenizer: Tokenizer) -> SamplingParams:
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     logprobs = None
     if fields.logprobs:
@@ -152,4 +112,5 @@ def _sampling(fields: ChatBody, hello: Hello) -> SamplingParams:
         raise InvalidRequestError(
             f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {logprobs}", param="top_logprobs"
         )
-    return sampling_params(fields, max_tokens=max_tokens, logprobs=logprobs, vocab_size=hello.vocab_size)
+    vocab_size = info.vocab_size or tokenizer.vocab_size
+    return sampling_params(fields, max_tokens=max_tokens, logprobs=logprobs, vocab_size=vocab_size)

@@ -2,162 +2,139 @@
 
 from __future__ import annotations
 
-import time
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from headrace.core.errors import InvalidRequestError, UnsupportedFieldError
-from headrace.core.messages import Hello
-from headrace.core.request import MAX_LOGPROBS, Request, SamplingParams
+from headrace.core.request import MAX_LOGPROBS, SamplingParams
+from headrace.core.routing import ModelInfo
+from headrace.gateway.caller import caller_of
 from headrace.gateway.errors import decode_error
 from headrace.gateway.fields import check_token_list, completion_reader
 from headrace.gateway.generation import Generation, Sample
 from headrace.gateway.logprobs import completion_logprobs, prompt_logprobs
-from headrace.gateway.prompts import check_context, identities
-from headrace.gateway.sampling import include_usage, new_seed, sampling_params
+from headrace.gateway.passthrough import pass_through
+from headrace.gateway.prompts import Prompts, check_context, identities
+from headrace.gateway.requests import engine_request, note
+from headrace.gateway.sampling import new_seed, sampling_params
 from headrace.gateway.schema import CompletionBody, TokenId
-from headrace.gateway.sse import json_value, usage_event
-from headrace.text.stream import TextDelta, describe_prompt
+from headrace.gateway.shape import Shape
+from headrace.text.stream import TokenText, describe_prompt
 
 if TYPE_CHECKING:
+    from headrace.gateway.caller import Caller
     from headrace.gateway.exchange import Exchange
     from headrace.gateway.state import Gateway
+    from headrace.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 _reader = completion_reader()
 _prompt = msgspec.json.Decoder(str | list[str | TokenId | list[TokenId]] | None)
-_ids = msgspec.json.Decoder(list[TokenId])
-Prompt = tuple["array[int]", bytes, str]
-"""Token ids, identities, and the text where an echo needs it."""
+
+
+class Prompt(NamedTuple):
+    """One prompt; ``text`` only where an echo needs it."""
+
+    token_ids: array[int]
+    block_ids: bytes
+    text: str
 
 
 async def completions(gateway: Gateway, exchange: Exchange, body: bytes, arrival: float) -> None:
     """Answers one completion request."""
-    hello = gateway.require_replica()
-    exchange.watch()
+    served = await gateway.model_of(body)
+    if served.text_only:
+        await pass_through(gateway, served, exchange, body, arrival)
+        return
+    info = gateway.require(served)
+    texts = served.prompts
+    assert texts is not None
 
     def work() -> tuple[CompletionBody, list[str], list[Prompt], SamplingParams]:
         fields, ignored = _reader.read(body)
-        gateway.check_model(fields.model)
-        params = _sampling(fields, hello)
-        return fields, ignored, _prompts(gateway, fields, params, hello), params
+        gateway.model(fields.model)
+        params = _sampling(fields, info.vocab_size or texts.tokenizer.vocab_size)
+        return fields, ignored, _prompts(gateway, texts, fields, params, info), params
 
-    (fields, ignored, prompts, params), seconds = await gateway.prompts.run(len(body), work)
-    exchange.note(gateway.metrics, ignored, seconds)
+    (fields, ignored, prompts, params), seconds = await gateway.texts.run(len(body), work)
+    served.metrics.text.observe(seconds)
+    note(gateway, exchange, ignored, seconds)
     if exchange.disconnected:
         return
-    with gateway.admission.more(len(prompts) * params.n - 1):  # the first sample has its permit
-        await _generate(gateway, exchange, fields, prompts, params, hello, arrival)
-
-
-async def _generate(
-    gateway: Gateway,
-    exchange: Exchange,
-    fields: CompletionBody,
-    prompts: list[Prompt],
-    params: SamplingParams,
-    hello: Hello,
-    arrival: float,
-) -> None:
+    caller = caller_of(exchange, fields)
     response_id = f"cmpl-{exchange.new_id()}"
-    same_replica = gateway.client.hello is hello
     requests = []
-    for index, (token_ids, block_ids, _) in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         own = params
         if index and fields.seed is None:
             own = msgspec.structs.replace(params, seed=new_seed())
-        requests.append(Request(
-            request_id=f"{response_id}-{index}" if index else response_id,
-            prompt=token_ids.tobytes(),
-            sampling=own,
-            block_ids=block_ids if same_replica else b"",
-            model=hello.model,
-        ))  # fmt: skip
-    shape = CompletionShape(gateway, response_id, gateway.check_model(fields.model), fields, prompts)
-    generation = Generation(
-        gateway.client,
-        gateway.prompts,
-        gateway.metrics,
-        requests,
-        arrival=arrival,
-        max_backlog_bytes=gateway.max_backlog_bytes,
-        text_offsets=[len(text) for _, _, text in prompts],
-    )
-    if fields.stream:
-        await generation.stream_events(exchange, shape)
-    else:
-        await generation.respond(exchange, shape)
+        request_id = f"{response_id}-{index}" if index else response_id
+        requests.append(
+            engine_request(request_id, served, info, prompt.token_ids, prompt.block_ids, own, caller)
+        )
+    name = fields.model or served.names[0]
+    shape = CompletionShape(response_id, name, fields, caller, params.n, texts.tokenizer, prompts)
+    with gateway.admission.more(shape.num_samples - 1):  # the first sample has its permit
+        await Generation(
+            gateway,
+            served,
+            exchange,
+            shape,
+            requests,
+            body=body,
+            streams=bool(fields.stream),
+            arrival=arrival,
+            text_s=seconds,
+            text_offsets=[len(prompt.text) for prompt in prompts],
+        ).run()
 
 
-class CompletionShape:
+class CompletionShape(Shape):
     """Writes text_completion objects; whole and streamed ones look alike."""
 
+    whole_kind = chunk_kind = "text_completion"
+    text_open = b'"text":"'
+    text_close = b'"'
+
     def __init__(
-        self, gateway: Gateway, response_id: str, model: str, fields: CompletionBody, prompts: list[Prompt]
+        self,
+        response_id: str,
+        model: str,
+        fields: CompletionBody,
+        caller: Caller,
+        n: int,
+        tokenizer: Tokenizer,
+        prompts: list[Prompt],
     ) -> None:
-        self._tokenizer = gateway.tokenizer
-        self._id = response_id
-        self._model = model
-        self._created = int(time.time())
-        self._usage = include_usage(fields)
+        super().__init__(response_id, model, fields, caller, len(prompts) * n, tokenizer)
         self._echo = bool(fields.echo)
         self._echo_only = self._echo and fields.max_tokens == 0
         self._prompts = prompts
         self._wanted = fields.logprobs
         self._show_prompt_logprobs = fields.prompt_logprobs is not None
-        self._n = fields.n or 1
-        chunk = b'data: {"id":"%b","object":"text_completion","created":%d,"model":%b,"choices":['
-        self._head = chunk % (response_id.encode(), self._created, json_value(model))
-        self._tail = b"}]" + (b',"usage":null}\n\n' if self._usage else b"}\n\n")
+        self._n = n
 
     def opening(self) -> bytes:
         if not self._echo:
             return b""
         return b"".join([
-            self._chunk(index, self._prompts[index // self._n][2], b"null", b"null")
-            for index in range(len(self._prompts) * self._n)
+            self.text_event(index, self._prompts[index // self._n].text)
+            for index in range(self.num_samples)
         ])  # fmt: skip
 
-    def event(self, sample: Sample, delta: TextDelta) -> bytes:
-        reason = delta.finish_reason
-        if reason is None and not delta.text and not delta.logprobs:
-            return b""
-        logprobs = b"null"
-        if delta.logprobs:
-            logprobs = json_value(completion_logprobs(delta.logprobs, self._wanted or 0))
-        finish = b"null"
-        if reason is not None:
-            finish = b'"%b","stop_reason":%b' % (reason.encode(), json_value(sample.stop_reason))
-        return self._chunk(sample.index, delta.text, logprobs, finish)
+    def logprobs(self, entries: list[TokenText]) -> dict[str, Any]:
+        return completion_logprobs(entries, self._wanted or 0)
 
-    def closing(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return b""
-        return usage_event(self._id, "text_completion", self._created, self._model, generation.usage)
-
-    def response(self, generation: Generation) -> bytes:
+    def usage(self, generation: Generation) -> dict[str, Any]:
         usage = generation.usage
         if self._echo_only:
             usage["completion_tokens"] = 0
             usage["total_tokens"] = usage["prompt_tokens"]
-        return json_value({
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": [self._choice(sample) for sample in generation.samples],
-            "usage": usage,
-        })  # fmt: skip
+        return usage
 
-    def _chunk(self, index: int, text: str, logprobs: bytes, finish: bytes) -> bytes:
-        return b"".join([
-            self._head, b'{"index":%d,"text":' % index, json_value(text), b',"logprobs":', logprobs,
-            b',"finish_reason":', finish, self._tail,
-        ])  # fmt: skip
-
-    def _choice(self, sample: Sample) -> dict[str, Any]:
+    def choice(self, sample: Sample) -> dict[str, Any]:
         text = sample.text_stream.text
         entries = sample.logprobs
         if self._echo:
@@ -167,7 +144,7 @@ class CompletionShape:
             text = prompt_text + text
             if self._wanted is not None:
                 of_prompt = sample.prompt_logprobs or [None] * len(token_ids)
-                entries = describe_prompt(self._tokenizer, token_ids, of_prompt) + entries
+                entries = describe_prompt(self.tokenizer, token_ids, of_prompt) + entries
         choice: dict[str, Any] = {
             "index": sample.index,
             "text": text,
@@ -176,13 +153,13 @@ class CompletionShape:
             "stop_reason": None if self._echo_only else sample.stop_reason,
         }
         if self._wanted is not None:
-            choice["logprobs"] = completion_logprobs(entries, self._wanted)
+            choice["logprobs"] = self.logprobs(entries)
         if self._show_prompt_logprobs and sample.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, sample.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, sample.prompt_logprobs)
         return choice
 
 
-def _sampling(fields: CompletionBody, hello: Hello) -> SamplingParams:
+def _sampling(fields: CompletionBody, vocab_size: int) -> SamplingParams:
     """Sampling parameters; an echo without new tokens still computes one, which is not shown."""
     best_of = fields.best_of
     if best_of is not None and best_of != (fields.n or 1):
@@ -204,13 +181,13 @@ def _sampling(fields: CompletionBody, hello: Hello) -> SamplingParams:
         if fields.logprobs is not None:
             wanted = max(fields.logprobs, fields.prompt_logprobs or 0)
             fields = msgspec.structs.replace(fields, prompt_logprobs=wanted)
-    return sampling_params(
-        fields, max_tokens=max_tokens, logprobs=fields.logprobs, vocab_size=hello.vocab_size
-    )
+    return sampling_params(fields, max_tokens=max_tokens, logprobs=fields.logprobs, vocab_size=vocab_size)
 
 
-def _prompts(gateway: Gateway, fields: CompletionBody, params: SamplingParams, hello: Hello) -> list[Prompt]:
-    limit = hello.max_model_len
+def _prompts(
+    gateway: Gateway, texts: Prompts, fields: CompletionBody, params: SamplingParams, info: ModelInfo
+) -> list[Prompt]:
+    limit = info.max_model_len
     check_token_list(fields.prompt, "prompt", limit * gateway.admission.limit)
     encoded = bytes(fields.prompt)
     try:
@@ -232,28 +209,29 @@ def _prompts(gateway: Gateway, fields: CompletionBody, params: SamplingParams, h
     for item in items:
         if type(item) is not kind:
             raise InvalidRequestError("prompt mixes text and token ids", param="prompt")
-        result.append(_one_prompt(gateway, fields, item, params, hello))
+        result.append(_one_prompt(texts, fields, item, params, info))
     return result
 
 
 def _one_prompt(
-    gateway: Gateway, fields: CompletionBody, item: Any, params: SamplingParams, hello: Hello
+    texts: Prompts, fields: CompletionBody, item: Any, params: SamplingParams, info: ModelInfo
 ) -> Prompt:
-    limit = hello.max_model_len
+    limit = info.max_model_len
     if isinstance(item, str):
         special = True if fields.add_special_tokens is None else fields.add_special_tokens
-        token_ids = gateway.prompts.text(item, limit, special)
+        token_ids = texts.text(item, limit, special)
         text = item
     else:
         wrong = next((one for one in item if not isinstance(one, int)), None)
         if wrong is not None:
             raise InvalidRequestError("prompt mixes text and token ids", param="prompt")
         largest = max(item, default=0)
-        if largest >= hello.vocab_size:
+        vocab_size = info.vocab_size or texts.tokenizer.vocab_size
+        if largest >= vocab_size:
             raise InvalidRequestError(
-                f"prompt holds the token id {largest}, the vocabulary has {hello.vocab_size}", param="prompt"
+                f"prompt holds the token id {largest}, the vocabulary has {vocab_size}", param="prompt"
             )
         token_ids = array("I", item)
-        text = gateway.tokenizer.decode(item, skip_special_tokens=False) if fields.echo else ""
+        text = texts.tokenizer.decode(item, skip_special_tokens=False) if fields.echo else ""
     check_context(len(token_ids), params.max_tokens, limit, "prompt")
-    return token_ids, identities(token_ids, hello), text if fields.echo else ""
+    return Prompt(token_ids, identities(token_ids, info), text if fields.echo else "")

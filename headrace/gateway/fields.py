@@ -37,7 +37,6 @@ _BULK = frozenset({"messages", "prompt", "tokens"})
 
 _NULL: tuple[Any, ...] = (None,)
 _SHARED: Mapping[str, tuple[Any, ...]] = {
-    "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),

@@ -32,7 +32,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
     ("replica_faults", "Requests that it failed.", lambda one: one.num_faults),
     ("replica_rescued", "Requests that moved away in mid-stream.", lambda one: one.num_rescued),
     ("replica_restarts", "Restarts of its process.", lambda one: one.member.endpoint.num_restarts),
-    ("replica_index_resets", "Times that its part of the index began anew.", lambda one: one.num_index_resets),
+    (
+        "replica_index_resets",
+        "Times that its index began anew.",
+        lambda one: one.num_index_resets,
+    ),
 )
 
 

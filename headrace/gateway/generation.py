@@ -1,39 +1,41 @@
 """One HTTP request's samples, from the submit to the last token.
 
-Generation ── ReplicaStream (all engine requests of the body)
+Generation ── Flight (one per engine request of the body) ── whichever replica it is on
   └─ Sample (one per choice) ── TextStream (detokenizing, stop strings)
+
+Everything on the token path is a call: a step's outputs come in, their events go out to the transport.
+The handler sleeps on one future until the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from headrace.core.errors import HeadraceError, UnavailableError
+from headrace.core.errors import HeadraceError, OverloadedError, UnavailableError
 from headrace.core.messages import Output, TokenLogprobs
 from headrace.core.request import Request
+from headrace.gateway.passthrough import forward_overflow
 from headrace.gateway.sse import DONE, error_event
-from headrace.text.stream import TextDelta, TextStream, TokenText
+from headrace.text.stream import TextStream, TokenText
 
 if TYPE_CHECKING:
     from headrace.gateway.exchange import Exchange
-    from headrace.gateway.metrics import Metrics
-    from headrace.gateway.prompts import Prompts
-    from headrace.router.replica_client import ReplicaClient
+    from headrace.gateway.shape import Shape
+    from headrace.gateway.state import Gateway, ServedModel
+    from headrace.router.external.text_worker import TextLease, TextWorker
+    from headrace.router.flight import Flight
 
 INLINE_ENTRIES = 4000
 """Log-probabilities above which a response is written in a worker thread, not in the loop."""
-
-CUT_AFTER_S = 30.0
-"""How long a reader that was cut off may take to fetch what is buffered, before its connection closes."""
 
 
 class Sample:
     """One choice of the response and its state."""
 
-    __slots__ = ("finish_reason", "first_at", "index", "last_at", "logprobs", "num_tokens",
+    __slots__ = ("finish_reason", "first_at", "held", "index", "last_at", "logprobs", "num_tokens",
                  "prompt_logprobs", "request", "stop_reason", "text_stream")  # fmt: skip
 
     def __init__(self, index: int, request: Request, text_stream: TextStream) -> None:
@@ -45,49 +47,46 @@ class Sample:
         self.stop_reason: int | str | None = None
         self.first_at = 0.0
         self.last_at = 0.0
+        self.held: list[int] = []  # tokens of a whole answer, which become text at its end
         self.logprobs: list[TokenText] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-class Shape(Protocol):
-    """How an endpoint writes what is generated."""
-
-    def opening(self) -> bytes:
-        """Events sent before any token."""
-
-    def event(self, sample: Sample, delta: TextDelta) -> bytes:
-        """The event for new text of one sample, empty when there is nothing to say."""
-
-    def closing(self, generation: Generation) -> bytes:
-        """Events between the last token and DONE."""
-
-    def response(self, generation: Generation) -> bytes:
-        """The whole response of a request that does not stream."""
-
-
 class Generation:
-    """Runs a body's engine requests and writes what comes back."""
+    """Runs a body's engine requests and writes what comes back. It is the Sink of their flights."""
 
     def __init__(
         self,
-        client: ReplicaClient,
-        prompts: Prompts,
-        metrics: Metrics,
-        requests: list[Request],
+        gateway: Gateway,
+        served: ServedModel,
+        exchange: Exchange,
+        shape: Shape,
+        requests: Sequence[Request],
         *,
+        body: bytes,
+        streams: bool,
         arrival: float,
-        max_backlog_bytes: int,
+        text_s: float,
         text_offsets: Sequence[int] = (),
     ) -> None:
-        """``text_offsets``: characters before the output of each request, where its prompt is echoed."""
+        """``text_offsets``: characters before the output of each request, where its prompt is echoed;
+        ``text_s``: seconds that the text work took; ``body``: the caller's, for servers that take text."""
+        assert served.prompts is not None, "a model without a tokenizer is passed through"
         self.requests = requests
         self.samples: list[Sample] = []
-        self.cached_tokens: dict[str, int] = {}
-        self._metrics = metrics
-        tokenizer = self._tokenizer = prompts.tokenizer
-        self._prompts = prompts
-        self._arrival = arrival
-        self._unfinished = 0
+        self.flights: dict[str, Flight] = {}
+        self.arrival = arrival
+        self.text_s = text_s
+        self.caller_id = exchange.request_id.decode()
+        self._gateway = gateway
+        self._exchange = exchange
+        self._shape = shape
+        self._body = body
+        self._streams = streams
+        self._metrics = served.metrics
+        self._tokenizer = tokenizer = served.prompts.tokenizer
+        self._escaped = served.prompts.escaped(requests[0].sampling.skip_special_tokens)
+        self._cached_tokens: dict[str, int] = {}
         self._of: dict[str, list[Sample]] = {}
         for number, request in enumerate(requests):
             offset = text_offsets[number] if text_offsets else 0
@@ -102,11 +101,17 @@ class Generation:
             self._of[request.request_id] = group
             self.samples += group
         self._unfinished = len(self.samples)
-        self.stream = client.submit(*requests, max_backlog_bytes=max_backlog_bytes)
+        self._forwarded: Callable[[], None] | None = None  # what aborts a body that went on as text
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.submitted_at = 0.0
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum([request.num_prompt_tokens for request in self.requests])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._cached_tokens.values())
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -117,65 +122,223 @@ class Generation:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
-    async def stream_events(self, exchange: Exchange, shape: Shape) -> None:
-        """Answers with server-sent events; an error on the way becomes the last event."""
-        stream = self.stream
-        cutter: asyncio.TimerHandle | None = None
-
-        def cut_later() -> None:
-            nonlocal cutter
-            cutter = asyncio.get_running_loop().call_later(CUT_AFTER_S, exchange.cut)
-
-        stream.on_overflow = cut_later
+    async def run(self) -> None:
+        """Answers; HeadraceError when nothing was sent yet."""
+        exchange = self._exchange
+        self.submitted_at = time.perf_counter()
+        for request in self.requests:
+            flight = self._gateway.dispatcher.submit(request, self, caller_id=self.caller_id)
+            self.flights[request.request_id] = flight
+        if self._forwarded is None:
+            exchange.watch(self._on_disconnect)
         try:
-            with stream:
-                exchange.watch(stream.abort)
-                await exchange.start_events(shape.opening())
-                async for outputs in stream:
-                    events = b"".join(
-                        [shape.event(sample, delta) for sample, delta in self._advance(outputs)]
-                    )
-                    if not self._unfinished:
-                        await exchange.send_events(events + shape.closing(self) + DONE, last=True)
-                    elif events:
-                        await exchange.send_events(events)
-                if exchange.disconnected:
-                    self._count_aborted()
-                elif self._unfinished:
-                    raise UnavailableError("the engine ended the request before it was finished")
-        except HeadraceError as error:
-            self._metrics.finished["error"] += self._unfinished
-            self._metrics.http_errors[str(error.status), error.kind] += 1
-            await exchange.send_events(error_event(error), last=True)
+            if self._streams and not self._done.done() and self._is_placed():
+                exchange.start_events(self._shape.opening())
+            await self._done
         finally:
-            if cutter is not None:
-                cutter.cancel()
+            if not self._done.done():
+                self._abort()
+        if not self._streams and not self._unfinished:
+            await self._respond()
 
-    async def respond(self, exchange: Exchange, shape: Shape) -> None:
-        """Answers once everything is generated."""
+    # What flights call
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        if self._done.done():
+            return
         try:
-            with self.stream as stream:
-                exchange.watch(stream.abort)
-                async for outputs in stream:
-                    for sample, delta in self._advance(outputs):
-                        if delta.logprobs:
-                            sample.logprobs += delta.logprobs
-            if exchange.disconnected:
-                self._count_aborted()
-                return
-            if self._unfinished:
-                raise UnavailableError("the engine ended the request before it was finished")
-        except HeadraceError:
-            self._metrics.finished["error"] += self._unfinished
-            raise
-        if self._num_entries() > INLINE_ENTRIES:
-            body = await self._prompts.off_loop(lambda: shape.response(self))
+            self._advance(outputs)
+        except HeadraceError as error:
+            self.on_error(error)
+        except Exception as error:
+            # Our own mistake must not reach the replica's connection: the handler raises it.
+            self._end(error)
+
+    def on_error(self, error: HeadraceError) -> None:
+        if self._done.done():
+            return
+        self._metrics.finished["error"] += self._unfinished
+        if not self._exchange.started:
+            self._end(error)
+            return
+        self._gateway.metrics.count_error(error.status, error.kind)
+        self._exchange.send_events(error_event(error), last=True)
+        self._end()
+
+    def on_text_worker(self, worker: TextWorker, lease: TextLease) -> None:
+        if len(self.requests) > 1 or self._exchange.started:
+            error = UnavailableError("only a request of one prompt can go to a server that takes text")
+            lease.failed(error, "replica_gone")
+            return
+        self._forwarded = forward_overflow(
+            self._gateway, self._exchange, self._body, worker, lease, self._on_forwarded
+        )
+
+    # On the way
+
+    def _advance(self, outputs: list[Output]) -> None:
+        """Text for new tokens, sample by sample; counts them and stops what a stop string ended."""
+        now = time.perf_counter()
+        metrics = self._metrics
+        shape = self._shape
+        events = []
+        for output in outputs:
+            sample = self._of[output.request_id][output.sample_index]
+            if sample.finish_reason is not None:
+                continue
+            if sample.last_at:
+                metrics.inter_token_latency.observe(now - sample.last_at)
+            else:
+                self._begin(sample, output, now)
+            sample.last_at = now
+            if output.finish_reason is None and sample.text_stream.transparent:
+                token_ids = output.token_ids
+                if not self._streams:
+                    sample.held += token_ids
+                    self._count(sample, len(token_ids))
+                    continue
+                if len(token_ids) == 1:
+                    text = self._escaped[token_ids[0]]
+                else:
+                    texts = [self._escaped[token_id] for token_id in token_ids]
+                    text = None if None in texts else b"".join(texts)  # type: ignore[arg-type]
+                if text is not None:
+                    self._count(sample, len(token_ids))
+                    if text:
+                        events.append(shape.before[sample.index] + text + shape.after)
+                    continue
+            events.append(self._push(sample, output, now))
+        if self._streams:
+            self._send(events)
+        elif not self._unfinished:
+            self._end()
+
+    def _push(self, sample: Sample, output: Output, now: float) -> bytes:
+        """What a TextStream makes of an output, as an event."""
+        if output.finish_reason == "abort":
+            raise UnavailableError("the engine stopped the request before it was finished")
+        token_ids = output.token_ids
+        num_counted = len(sample.held)
+        if num_counted:
+            token_ids = sample.held + token_ids
+            sample.held = []
+        delta = sample.text_stream.push(token_ids, output.logprobs, output.finish_reason, output.stop_token)
+        self._count(sample, delta.num_tokens - num_counted)
+        if delta.finish_reason is not None:
+            self._finish(sample, delta.finish_reason, delta.stop_reason, now)
+        if delta.needs_abort:
+            self.flights[output.request_id].abort_sample(output.sample_index)
+        if self._streams:
+            return self._shape.event(sample, delta)
+        if delta.logprobs:
+            sample.logprobs += delta.logprobs
+        return b""
+
+    def _send(self, events: list[bytes]) -> None:
+        exchange = self._exchange
+        if not exchange.started:
+            exchange.start_events(self._shape.opening())
+        if not self._unfinished:
+            exchange.send_events(b"".join([*events, self._shape.closing(self), DONE]), last=True)
+            self._end()
+            return
+        data = events[0] if len(events) == 1 else b"".join(events)
+        if data:
+            exchange.send_events(data)
+            if exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
+                self._cut_slow_reader()
+
+    def _count(self, sample: Sample, num_tokens: int) -> None:
+        sample.num_tokens += num_tokens
+        self._metrics.generation_tokens += num_tokens
+
+    def _begin(self, sample: Sample, output: Output, now: float) -> None:
+        metrics = self._metrics
+        metrics.time_to_first_token.observe(now - self.arrival)
+        if output.prompt_logprobs is not None:
+            for each in self._of[output.request_id]:
+                each.prompt_logprobs = output.prompt_logprobs
+        if output.request_id not in self._cached_tokens:
+            num_prompt = sample.request.num_prompt_tokens
+            self._cached_tokens[output.request_id] = output.num_cached_tokens
+            metrics.prompt_tokens += num_prompt
+            metrics.cached_prompt_tokens += output.num_cached_tokens
+            metrics.request_prompt_tokens.observe(num_prompt)
+        sample.first_at = now
+
+    def _finish(self, sample: Sample, reason: str, stop_reason: int | str | None, now: float) -> None:
+        metrics = self._metrics
+        self._unfinished -= 1
+        sample.finish_reason = reason
+        if (
+            isinstance(stop_reason, int)
+            and stop_reason in self._tokenizer.eos_token_ids
+            and stop_reason not in sample.request.sampling.stop_token_ids
+        ):
+            stop_reason = None
+        sample.stop_reason = stop_reason
+        metrics.finished[reason] += 1
+        metrics.e2e_request_latency.observe(now - self.arrival)
+        metrics.request_generation_tokens.observe(sample.num_tokens)
+        if sample.num_tokens > 1:
+            metrics.time_per_output_token.observe((now - sample.first_at) / (sample.num_tokens - 1))
+
+    def _is_placed(self) -> bool:
+        """Whether all requests have a replica that speaks tokens: what waits may yet be refused properly."""
+        return self._forwarded is None and all(
+            flight.placement is not None for flight in self.flights.values()
+        )
+
+    # How it ends
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Wakes the handler; nothing that comes later counts."""
+        if error is None:
+            self._done.set_result(None)
         else:
-            body = shape.response(self)
-        await exchange.send_json(body)
+            self._done.set_exception(error)
+        if self._unfinished:
+            self._abort()
+
+    def _abort(self) -> None:
+        for flight in self.flights.values():
+            flight.abort()
+        if self._forwarded is not None:
+            self._forwarded()
+
+    def _on_disconnect(self) -> None:
+        if not self._done.done():
+            self._metrics.finished["abort"] += self._unfinished
+            self._end()
+
+    def _on_forwarded(self) -> None:
+        self._forwarded = None
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def _cut_slow_reader(self) -> None:
+        """Ends the answer of a caller that does not read; the connection ends once it has, or has not for long."""
+        error = OverloadedError(
+            f"the answer was not read: more than {self._gateway.max_backlog_bytes} bytes of it waited",
+            hint="Read faster, or raise --max-response-backlog-mb.",
+            code="slow_reader",
+        )
+        exchange = self._exchange
+        self._metrics.finished["error"] += self._unfinished
+        self._gateway.metrics.count_error(error.status, error.kind)
+        exchange.keep_alive = False
+        exchange.send_events(error_event(error), last=True)
+        self._end()
+
+    async def _respond(self) -> None:
+        if self._num_entries() > INLINE_ENTRIES:
+            body = await self._gateway.texts.off_loop(lambda: self._shape.response(self))
+        else:
+            body = self._shape.response(self)
+        self._exchange.send_json(body)
 
     def _num_entries(self) -> int:
         """Log-probabilities that the response describes, an echoed prompt's tokens included."""
@@ -187,68 +350,3 @@ class Generation:
             if sampling.logprobs is not None:
                 num_entries += sample.num_tokens * (1 + sampling.logprobs)
         return num_entries
-
-    def _advance(self, outputs: list[Output]) -> list[tuple[Sample, TextDelta]]:
-        """Text for new tokens, sample by sample; counts them and stops what a stop string ended."""
-        now = time.perf_counter()
-        metrics = self._metrics
-        deltas = []
-        for output in outputs:
-            request_id = output.request_id
-            sample = self._of[request_id][output.sample_index]
-            if sample.finish_reason is not None:
-                continue
-            if output.finish_reason == "abort":
-                raise UnavailableError("the engine stopped the request before it was finished")
-            delta = sample.text_stream.push(
-                output.token_ids, output.logprobs, output.finish_reason, output.stop_token
-            )
-            if sample.last_at:
-                metrics.inter_token_latency.observe(now - sample.last_at)
-            else:
-                self._begin(sample, output, now)
-            sample.last_at = now
-            sample.num_tokens += delta.num_tokens
-            metrics.generation_tokens += delta.num_tokens
-            if delta.finish_reason is not None:
-                self._finish(sample, delta, now)
-            if delta.needs_abort:
-                self.stream.abort_sample(request_id, output.sample_index)
-            deltas.append((sample, delta))
-        return deltas
-
-    def _begin(self, sample: Sample, output: Output, now: float) -> None:
-        metrics = self._metrics
-        metrics.time_to_first_token.observe(now - self._arrival)
-        if output.prompt_logprobs is not None:
-            for each in self._of[output.request_id]:
-                each.prompt_logprobs = output.prompt_logprobs
-        if output.request_id not in self.cached_tokens:
-            num_prompt = sample.request.num_prompt_tokens
-            self.cached_tokens[output.request_id] = output.num_cached_tokens
-            metrics.prompt_tokens += num_prompt
-            metrics.cached_prompt_tokens += output.num_cached_tokens
-            metrics.request_prompt_tokens.observe(num_prompt)
-        sample.first_at = now
-
-    def _finish(self, sample: Sample, delta: TextDelta, now: float) -> None:
-        metrics = self._metrics
-        self._unfinished -= 1
-        reason = delta.finish_reason or "stop"
-        sample.finish_reason = reason
-        stop_reason = delta.stop_reason
-        if (
-            isinstance(stop_reason, int)
-            and stop_reason in self._tokenizer.eos_token_ids
-            and stop_reason not in sample.request.sampling.stop_token_ids
-        ):
-            stop_reason = None
-        sample.stop_reason = stop_reason
-        metrics.finished[reason] += 1
-        metrics.e2e_request_latency.observe(now - self._arrival)
-        metrics.request_generation_tokens.observe(sample.num_tokens)
-        if sample.num_tokens > 1:
-            metrics.time_per_output_token.observe((now - sample.first_at) / (sample.num_tokens - 1))
-
-    def _count_aborted(self) -> None:
-        self._metrics.finished["abort"] += self._unfinished

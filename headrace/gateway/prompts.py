@@ -21,6 +21,7 @@ from headrace.core.errors import ContextLengthError, InvalidRequestError, Unsupp
 from headrace.core.identity import block_identities
 from headrace.gateway.errors import decode_error
 from headrace.gateway.schema import ChatBody, ChatMessage, Part, TokenizeBody
+from headrace.gateway.sse import EscapedTokens
 
 if TYPE_CHECKING:
     from headrace.core.routing import ModelInfo
@@ -64,6 +65,11 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self._escaped = {skip: EscapedTokens(tokenizer, skip) for skip in (False, True)}
+
+    def escaped(self, skip_special_tokens: bool) -> EscapedTokens:
+        """Tokens as they stand in a JSON string."""
+        return self._escaped[skip_special_tokens]
 
     @cached_property
     def longest_token(self) -> int:

@@ -6,7 +6,7 @@ integer, any finite float); ``core.request.SamplingParams`` owns their ranges.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 MAX_STOP_STRINGS = 128
+ServiceTier = Literal["auto", "default", "flex", "priority"]
 StopString = Annotated[str, Meta(max_length=4096)]
 
 
@@ -42,7 +43,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints accept about how tokens are drawn."""
+    """What both endpoints accept about how tokens are drawn, and about whose request it is."""
 
     model: str | None = None
     n: Int | None = None
@@ -65,6 +66,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: ServiceTier | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class ChatBody(Sampling, frozen=True, kw_only=True):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.core.errors import HeadraceError
 from headrace.gateway.errors import error_body
+
+if TYPE_CHECKING:
+    from headrace.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -23,20 +26,27 @@ def json_value(value: Any) -> bytes:
     return encoded
 
 
+class EscapedTokens(dict[int, "bytes | None"]):
+    """Token ids' texts as they stand inside a JSON string, computed once an id is first seen.
+
+    None: not a text of its own (``Tokenizer.whole_text``).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        if not 0 <= token_id < self._tokenizer.vocab_size:
+            return None
+        text = self._tokenizer.whole_text(token_id, self._skip)
+        escaped = self[token_id] = None if text is None else json_value(text)[1:-1]
+        return escaped
+
+
 def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
-
-
-def usage_event(response_id: str, kind: str, created: int, model: str, usage: dict[str, Any]) -> bytes:
-    """The event without choices that ends a stream whose caller asked for its usage."""
-    return event(json_value({
-        "id": response_id,
-        "object": kind,
-        "created": created,
-        "model": model,
-        "choices": [],
-        "usage": usage,
-    }))  # fmt: skip
 
 
 def error_event(error: HeadraceError) -> bytes:

@@ -1,4 +1,4 @@
-"""What one gateway's handlers share: the models it serves, the dispatcher behind them, limits and counters."""
+"""What one gateway's handlers share: the models it serves, the dispatcher, limits and counters."""
 
 from __future__ import annotations
 
@@ -66,6 +66,11 @@ class ServedModel:
         info = self._dispatcher.info(self.model)
         return info.max_model_len if info is not None else 0
 
+    def has_root(self, root_identity: bytes) -> bool:
+        """Whether identities computed from this root still fit."""
+        info = self._dispatcher.info(self.model)
+        return info is not None and info.root_identity == root_identity
+
     def info(self) -> ModelInfo:
         """What its replicas say of it; UnavailableError while none is ready."""
         info = self._dispatcher.info(self.model)
@@ -124,7 +129,7 @@ class Gateway:
         return served
 
     async def model_of(self, body: bytes) -> ServedModel:
-        """The model that a JSON body asks for; the only one without looking: whoever reads the body checks."""
+        """The model that a JSON body asks for; an only one without looking: whoever reads the body checks."""
         if len(self.models) == 1:
             return self.models[0]
         if len(body) <= INLINE_BYTES:

@@ -22,6 +22,11 @@ class Detokenizer(Protocol):
         """What was still waited for, incomplete characters as U+FFFD."""
         ...
 
+    @property
+    def idle(self) -> bool:
+        """Whether the next id's text depends on nothing before it: ``Tokenizer.whole_text`` is then it."""
+        ...
+
 
 def make_detokenizer(
     vocabulary: Vocabulary, *, skip_special_tokens: bool = True, continuation: bool = False
@@ -53,6 +58,12 @@ class TableDecoder:
     def finish(self) -> str:
         text = self._utf8.decode(b"", True) if self._fallback is None else self._fallback.end()
         return self._without_first_space(text) if self._strip and text else text
+
+    @property
+    def idle(self) -> bool:
+        if self._strip:
+            return False
+        return not self._utf8.getstate()[0] if self._fallback is None else self._fallback.idle
 
     def _push_with_fallback(self, token_ids: Sequence[int], fallback: _FallbackBytes) -> str:
         vocabulary = self._vocabulary
@@ -95,6 +106,10 @@ class _FallbackBytes:
         self._pending = b""
         return text
 
+    @property
+    def idle(self) -> bool:
+        return not self._pending and not self._broken
+
     def end(self) -> str:
         text = _REPLACEMENT * len(self._pending)
         self._pending = b""
@@ -118,6 +133,10 @@ class WholeDecoder:
 
     def finish(self) -> str:
         return self._advance(self._vocabulary.decode(self._ids, self._skip))
+
+    @property
+    def idle(self) -> bool:
+        return False
 
     def _advance(self, text: str) -> str:
         # A decoder may rewrite what it showed (a contraction, a dropped space): wait until it grows past it.

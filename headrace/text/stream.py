@@ -62,7 +62,12 @@ class TextDelta:
 
 
 class TextStream:
-    """Text of one sample. Not thread-safe. ``text_offset``: characters of the prompt, where it is echoed."""
+    """Text of one sample. Not thread-safe. ``text_offset``: characters of the prompt, where it is echoed.
+
+    ``transparent``: nothing is held back, looked for or aligned now. As long as it is true, tokens whose
+    text is whole (``Tokenizer.whole_text``) may be shown as they are, without being pushed; ``text`` and
+    ``token_ids`` then lack them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, text_offset: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -78,6 +83,8 @@ class TextStream:
         self._tail = ""
         self._pending: list[TokenText] = []
         self._wants_logprobs = params.logprobs is not None
+        self._is_plain = not self._stops and not self._wants_logprobs
+        self.transparent = self._is_plain and self._detokenizer.idle
         self.token_ids: list[int] = []
         self.finished = False
 
@@ -120,6 +127,8 @@ class TextStream:
             self._end(delta, finish_reason, stop_token, len(self._tail))
         else:
             self._emit(delta, len(self._tail) - (self._stops.held(self._tail) if self._stops else 0))
+            if self._is_plain:
+                self.transparent = self._detokenizer.idle
         return delta
 
     def finish(self, reason: FinishReason = "abort") -> TextDelta:
@@ -171,6 +180,7 @@ class TextStream:
         delta.finish_reason = reason
         delta.stop_reason = stop
         self.finished = True
+        self.transparent = False
 
     def _emit(self, delta: TextDelta, length: int) -> None:
         delta.text = self._tail[:length]

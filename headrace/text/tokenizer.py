@@ -186,6 +186,12 @@ class Tokenizer:
             self._vocabulary, skip_special_tokens=skip_special_tokens, continuation=continuation
         )
 
+    def whole_text(self, token_id: int, skip_special_tokens: bool = True) -> str | None:
+        """What an id adds to a text that is whole before it, None where that depends on its neighbours."""
+        if skip_special_tokens and token_id in self._vocabulary.special_ids:
+            return "" if self._vocabulary.exact else None
+        return self._vocabulary.whole_text(token_id)
+
     def token_text(self, token_id: int) -> str:
         """A token's text, U+FFFD for parts of characters."""
         return self._vocabulary.token_bytes(token_id).decode("utf-8", "replace")

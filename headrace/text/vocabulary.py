@@ -52,6 +52,15 @@ class Vocabulary:
             found = self._bytes[token_id] = self._compute(token_id)
         return found
 
+    def whole_text(self, token_id: int) -> str | None:
+        """What the id adds to a text wherever it stands; None for one that depends on its neighbours."""
+        if not self.exact or token_id in self.byte_ids:
+            return None
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The tokenizer's own decoding, whole."""
         ids = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
