@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -140,7 +139,3 @@ def _measure(
                 sample = bench.run(behind, [port], process)
                 samples.setdefault((name, side.name), []).append(sample)
                 print(f"{name} round {number + 1} {side.name}: {sample.short()}", file=sys.stderr, flush=True)
-    medians = {
-        key[1]: statistics.median(s.cpu_us for s in found) for key, found in samples.items() if key[0] == name
-    }
-    print(f"{name}: {', '.join(f'{side} {us:.0f} µs' for side, us in medians.items())}", file=sys.stderr)

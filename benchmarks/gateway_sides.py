@@ -33,7 +33,7 @@ _HARNESS = Path(__file__).resolve().parent / "harness"
 
 @dataclass(frozen=True)
 class Side:
-    """``command(port, urls, scratch)`` starts the gateway on ``port``; ``mode`` says what stands behind it."""
+    """``command(port, targets, scratch)`` starts it on ``port``; ``mode`` says what stands behind it."""
 
     name: str
     mode: str  # "text": OpenAI backends; "token": replicas of our own wire

@@ -5,17 +5,11 @@ Everything is wired as ``headrace serve`` does, except that the replicas are not
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import sys
 from functools import cache
 from pathlib import Path
 
 from headrace.core.identity import root_identity
-from headrace.core.knobs import GatewayConfig, LogConfig, RouterConfig
-from headrace.core.logs import set_up_logging
 from headrace.core.messages import Hello
-from headrace.core.routing import Endpoint
 from headrace.core.wire import encode_frame
 from headrace.models.packages import DEFAULT_MODEL
 from headrace.models.resolve import resolve_model
