@@ -1,9 +1,14 @@
-"""The gateway's end of one replica's socket.
+"""The gateway's or the router's end of one replica's socket.
 
-One connection carries every request. A Step frame is decoded once and its outputs are handed to the
-streams that wait for them; no task exists per token or per request. When the connection ends, all open
-streams end with UnavailableError and the client connects again, with back-off, for as long as it lives:
-whoever supervises replicas restarts them on the same path.
+    Flight ── submit(request, receiver) ──► ReplicaClient ── Submit ──►┐
+    Flight ◄── on_outputs, on_failed ────── ReplicaClient ◄── Step ────┤ one Unix socket
+    placer ◄── on_up, on_stats, on_events, on_snapshot, on_down ───────┘ one connection
+
+One connection carries every request. A Step frame is decoded once and its outputs are handed, request by
+request, to whoever waits for them, before anything else is done with the frame. When the connection ends,
+whatever ended it, the listener is told first, so that it sends nothing more there, and then every receiver.
+The client connects again, with back-off, for as long as it lives: whoever supervises replicas restarts
+them on the same path.
 """
 
 from __future__ import annotations
@@ -12,41 +17,46 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from headrace.core.errors import EngineError, UnavailableError
 from headrace.core.messages import (
     Abort,
-    CacheEvent,
+    CacheSnapshot,
     Drain,
     Failed,
     FromReplica,
     Health,
     Hello,
+    Output,
     Probe,
     Stats,
     Step,
     Submit,
+    Subscribe,
 )
 from headrace.core.request import Request
+from headrace.core.routing import Capabilities, ModelInfo, Outcome
+from headrace.core.version import __version__
 from headrace.core.wire import FrameError, encode_frame, gateway_decoder
-from headrace.router.replica_stream import ReplicaStream
+from headrace.router.worker import Receiver
+
+if TYPE_CHECKING:
+    from headrace.router.external.monitor import MonitorListener
 
 MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
-DEFAULT_BACKLOG_BYTES = 16 * 1024 * 1024
+DEFAULT_SILENCE_S = 60.0
 
-# A replica answers between two steps, and one step may take long on a busy machine: it is asked whether
-# it is alive after much silence only, and gets much time to answer.
-SILENCE_S = 120.0
-PROBE_TIMEOUT_S = 60.0
+# The silence is looked at so many times in its length; a replica is probed at half of it.
+_CHECKS = 16
 
 
 class ReplicaClient:
-    """Submits requests to the replica that listens on a Unix socket.
+    """Submits requests to the replica that listens on a Unix socket; implements Worker.
 
     ``hello`` is the replica's latest greeting and stays while disconnected; ``alive`` says whether it is
     connected and greeted now. Everything runs in the event loop that called ``start``.
@@ -56,26 +66,41 @@ class ReplicaClient:
         self,
         path: str | Path,
         *,
-        log: logging.Logger | None = None,
-        max_backlog_bytes: int = DEFAULT_BACKLOG_BYTES,
+        replica_id: str = "",
+        model: str = "",
+        listener: MonitorListener | None = None,
+        silence_s: float = DEFAULT_SILENCE_S,
+        watch_idle: bool = False,
         on_hang: Callable[[int], None] | None = None,
+        log: logging.Logger | None = None,
     ) -> None:
-        """``on_hang`` is told the pid of a replica that has stopped answering."""
+        """``listener`` hears of the replica's state and cache, under ``replica_id`` and ``model``'s name.
+
+        A replica that does not say a word for ``silence_s`` seconds, a probe included, while it holds
+        requests (``watch_idle``: at any time), is given up, and ``on_hang`` is told its pid.
+        """
         self.path = str(path)
+        self.replica_id = replica_id
         self.hello: Hello | None = None
         self.stats = Stats()
-        self.on_events: Callable[[int, Sequence[CacheEvent]], None] | None = None
-        self._log = log or logging.getLogger(__name__)
-        self._max_backlog_bytes = max_backlog_bytes
+        self._model = model
+        self._listener = listener
+        self._silence_s = silence_s
+        self._watch_idle = watch_idle
         self._on_hang = on_hang
-        self._heard_at = 0.0  # when the replica last spoke, or was last given work while idle
+        self._log = log or logging.getLogger(__name__)
+        self._open: dict[str, dict[int, Receiver]] = {}  # request id -> its samples that have not ended
         self._link: _Link | None = None
-        self._streams: dict[str, ReplicaStream] = {}
+        self._heard_at = 0.0  # when the replica last spoke, or was last given work while idle
+        self._probed = False  # since then
+        self._healing_from: int | None = None  # the gap that a Subscribe is under way for
         self._probes: dict[int, asyncio.Future[Health]] = {}
         self._nonces = itertools.count(1)
-        self._greeted: asyncio.Event = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._greeted = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._watchdog: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
 
     @classmethod
     async def connect(cls, path: str | Path, *, timeout: float | None = 30.0) -> ReplicaClient:
@@ -91,31 +116,30 @@ class ReplicaClient:
 
     @property
     def alive(self) -> bool:
-        return self._greeted.is_set()
+        return self._link is not None and self._link.greeted
 
     @property
     def num_open(self) -> int:
         """Requests submitted and not ended yet."""
-        return len(self._streams)
+        return len(self._open)
 
     def start(self) -> None:
         """Begins to connect, and to connect again whenever the replica goes away."""
         assert self._runner is None, "already started"
-        loop = asyncio.get_running_loop()
-        self._runner = loop.create_task(self._run(), name="replica-client")
-        self._watchdog = loop.create_task(self._watch(), name="replica-watchdog")
+        self._loop = asyncio.get_running_loop()
+        self._runner = self._loop.create_task(self._run(), name=f"replica-client {self.path}")
+        self._watchdog = self._loop.call_later(self._silence_s / _CHECKS, self._watch)
 
     async def close(self) -> None:
-        """Ends the connection; open streams end with UnavailableError."""
-        for task in (self._watchdog, self._runner):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-        self._watchdog = self._runner = None
+        """Ends the connection; open requests fail with UnavailableError as if the replica had gone."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._runner is not None:
+            self._runner.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._runner
         if self._link is not None:
-            self._link.abort()
-        self._lose("the client was closed")
+            self._link.end("it was removed")
 
     async def wait_ready(self, timeout: float | None = None) -> Hello:
         """Waits for a greeted connection; UnavailableError after ``timeout`` seconds."""
@@ -126,39 +150,51 @@ class ReplicaClient:
         assert self.hello is not None
         return self.hello
 
-    def submit(self, *requests: Request, max_backlog_bytes: int | None = None) -> ReplicaStream:
-        """Sends requests whose outputs come back as one stream; UnavailableError without a replica.
+    def hurry(self) -> None:
+        """Connects now if it waits for its next try: somebody heard that the replica is there."""
+        self._hurry.set()
 
-        The ids must be unique among all open requests.
-        """
+    def submit(self, request: Request, receiver: Receiver) -> None:
+        """See Worker."""
         link = self._link
-        if link is None or not self.alive:
+        if link is None or not link.greeted:
             raise UnavailableError("no replica is connected; it is starting or being restarted")
         if link.num_unsent_bytes() > MAX_UNSENT_BYTES:
             raise UnavailableError("the replica does not read its requests")
-        stream = ReplicaStream(
-            self,
-            {request.request_id: request.sampling.n for request in requests},
-            max_backlog_bytes or self._max_backlog_bytes,
-        )
-        frames = b"".join([encode_frame(Submit(request)) for request in requests])
-        if not self._streams:
-            self._heard_at = asyncio.get_running_loop().time()
-        for request in requests:
-            assert request.request_id not in self._streams, "request ids must be unique"
-            self._streams[request.request_id] = stream
-        link.write(frames)
-        return stream
+        frame = encode_frame(Submit(request))
+        if not self._open:
+            self._heard_at = self._loop.time()
+        first, n = request.sample_index, request.sampling.n
+        samples = self._open.setdefault(request.request_id, {})
+        if n == 1:
+            assert first not in samples, "a sample may run once at a time"
+            samples[first] = receiver
+        else:
+            assert samples.keys().isdisjoint(range(first, first + n)), "a sample may run once at a time"
+            samples.update(dict.fromkeys(range(first, first + n), receiver))
+        link.write(frame)
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:
-        """Stops a request, or one sample of it, before the engine's next step; unknown ids are ignored."""
-        stream = self._streams.get(request_id)
-        if stream is None:
+        """See Worker."""
+        samples = self._open.get(request_id)
+        if samples is None:
             return
-        if sample_index is None:
-            stream.abort_request(request_id)
-        else:
-            stream.abort_sample(request_id, sample_index)
+        if sample_index is not None and samples.pop(sample_index, None) is None:
+            return
+        if sample_index is None or not samples:
+            del self._open[request_id]
+            sample_index = None
+        if self._link is not None:
+            self._link.write(encode_frame(Abort(request_id=request_id, sample_index=sample_index)))
+
+    def subscribe(self, next_seq: int = 0) -> None:
+        """Asks for cache events from number ``next_seq`` on (0: all that the cache holds); a gap is asked for
+        once, however many events show it."""
+        if self._link is None or self._healing_from == next_seq:
+            return
+        self._healing_from = next_seq
+        instance = self.hello.instance if self.hello is not None and next_seq else ""
+        self._link.write(encode_frame(Subscribe(next_seq=next_seq, instance=instance)))
 
     def drain(self) -> None:
         """Asks the replica to take nothing new, finish what runs and exit."""
@@ -167,10 +203,10 @@ class ReplicaClient:
 
     async def probe(self, timeout: float = 5.0) -> Health:
         """The replica's own word on its health; UnavailableError when it does not answer in time."""
-        if self._link is None or not self.alive:
+        if self._link is None or not self._link.greeted:
             raise UnavailableError("no replica is connected")
         nonce = next(self._nonces)
-        future: asyncio.Future[Health] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Health] = self._loop.create_future()
         self._probes[nonce] = future
         self._link.write(encode_frame(Probe(nonce=nonce)))
         try:
@@ -180,139 +216,209 @@ class ReplicaClient:
         finally:
             self._probes.pop(nonce, None)
 
-    def fail_all(self, reason: str) -> None:
-        """Ends every open stream with UnavailableError and aborts it in the engine."""
-        for stream in set(self._streams.values()):
-            stream.fail(UnavailableError(reason))
-
-    # Called by the streams
-
-    def send_abort(self, request_id: str, sample_index: int | None = None) -> None:
-        """Writes an Abort; nothing to do while disconnected, as the replica aborts on EOF by itself."""
-        if self._link is not None:
-            self._link.write(encode_frame(Abort(request_id=request_id, sample_index=sample_index)))
-
-    def forget(self, request_id: str) -> None:
-        """Drops a request that has ended: later messages about it are ignored."""
-        self._streams.pop(request_id, None)
-
     # Called by the link
 
-    def receive(self, message: FromReplica) -> None:
+    def connected(self, link: _Link) -> None:
+        """The link is open; its greeting is the first that will be read."""
+        self._link = link
+
+    def receive(self, link: _Link, message: FromReplica) -> None:
         """Hands one decoded message to whoever waits for it."""
-        self._heard_at = asyncio.get_running_loop().time()
+        if self._link is not link:
+            return  # ended by what an earlier message did
+        self._heard_at = self._loop.time()
+        self._probed = False
         if type(message) is Step:
+            if message.outputs:
+                self._deliver(message.outputs)
+            if message.failed:
+                for failed in message.failed:
+                    self._fail(failed)
             self.stats = message.stats
-            streams = self._streams
-            for output in message.outputs:
-                stream = streams.get(output.request_id)
-                if stream is not None:
-                    stream.put(output)
-            for failed in message.failed:
-                self._fail(failed)
-            if message.events and self.on_events is not None:
-                self.on_events(message.event_seq, message.events)
+            listener = self._listener
+            if listener is not None and link.greeted:
+                if message.events:
+                    listener.on_events(self.replica_id, message.event_seq, message.events)
+                listener.on_stats(self.replica_id, message.stats)
         elif type(message) is Health:
             self.stats = message.stats
             future = self._probes.get(message.nonce)
             if future is not None and not future.done():
                 future.set_result(message)
+        elif type(message) is CacheSnapshot:
+            self._healing_from = None
+            if self._listener is not None:
+                self._listener.on_snapshot(self.replica_id, message)
         elif type(message) is Hello:
-            self.hello = message
-            self.stats = Stats()
-            self._greeted.set()
+            self._greet(link, message)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        known = self._open
+        groups: dict[Receiver, list[Output]] = {}
+        for output in outputs:
+            samples = known.get(output.request_id)
+            if samples is None:
+                continue  # aborted meanwhile
+            receiver = samples.get(output.sample_index)
+            if receiver is None:
+                continue
+            if output.finish_reason is not None:
+                del samples[output.sample_index]
+                if not samples:
+                    del known[output.request_id]
+            if receiver in groups:
+                groups[receiver].append(output)
+            else:
+                groups[receiver] = [output]
+        for receiver, group in groups.items():
+            try:
+                receiver.on_outputs(group)
+            except Exception as error:
+                # One request's trouble must not cost the others their connection.
+                self._log.exception("request %s: its output could not be taken", group[0].request_id)
+                self.abort(group[0].request_id)
+                receiver.on_failed(EngineError(f"the output could not be used: {error!r}"), "caller_fault")
 
     def _fail(self, failed: Failed) -> None:
-        stream = self._streams.pop(failed.request_id, None)
-        if stream is not None:
-            stream.fail(failed.to_error())
+        samples = self._open.get(failed.request_id)
+        if samples is None:
+            return
+        error = failed.to_error()
+        outcome: Outcome = "replica_fault"
+        if error.status == UnavailableError.status:
+            outcome = "aborted"  # it drains: nobody's fault
+        elif error.status < EngineError.status:
+            outcome = "caller_fault"
+        self.abort(failed.request_id)  # one sample may have been refused while others of a rescue run
+        for receiver in set(samples.values()):
+            receiver.on_failed(error, outcome)
 
-    def _lose(self, reason: str) -> None:
-        self._greeted.clear()
+    def _greet(self, link: _Link, hello: Hello) -> None:
+        self.hello = hello
+        self.stats = Stats()
+        link.greeted = True
+        self._greeted.set()
+        if self._listener is not None:
+            self._healing_from = None
+            self._listener.on_up(
+                self.replica_id,
+                instance=hello.instance,
+                capabilities=CAPABILITIES,
+                model=ModelInfo(
+                    model=self._model or hello.model,
+                    max_model_len=hello.max_model_len,
+                    block_size=hello.block_size,
+                    root_identity=hello.root_identity,
+                    vocab_size=hello.vocab_size,
+                    eos_token_ids=hello.eos_token_ids,
+                    revision=hello.model_revision,
+                ),
+                max_num_seqs=hello.max_num_seqs,
+                num_blocks=hello.num_blocks,
+                block_size=hello.block_size,
+                hardware=hello.hardware,
+            )
+            self.subscribe()
+
+    def lose(self, link: _Link, reason: str) -> None:
+        """The link has ended: whoever waits is told now, the listener first."""
+        if self._link is not link:
+            return
         self._link = None
-        streams, self._streams = set(self._streams.values()), {}
-        for stream in streams:
-            stream.fail(UnavailableError(f"the replica went away ({reason}); the request was not finished"))
+        self._greeted.clear()
+        lost, self._open = self._open, {}
+        if link.greeted:
+            self._log.warning("replica at %s: connection ended (%s)", self.path, reason)
+        if self._listener is not None and link.greeted:
+            self._listener.on_down(self.replica_id, reason)
+        error = UnavailableError(f"the replica went away ({reason}); the request was not finished")
+        for samples in lost.values():
+            for receiver in set(samples.values()):
+                receiver.on_failed(error, "replica_gone")
         for future in self._probes.values():
             if not future.done():
                 future.set_exception(UnavailableError(f"the replica went away ({reason})"))
 
-    async def _watch(self) -> None:
+    def _watch(self) -> None:
         """Notices a replica that is alive and does nothing, as long as requests wait for it."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(SILENCE_S / 8)
-            link, heard_at = self._link, self._heard_at
-            if link is None or not self._streams or loop.time() - heard_at < SILENCE_S:
-                continue
-            try:
-                await self.probe(PROBE_TIMEOUT_S)
-            except UnavailableError:
-                # any frame is a sign of life, and another connection another replica
-                if self._link is link and self._heard_at == heard_at:
-                    self._give_up(link)
-
-    def _give_up(self, link: _Link) -> None:
-        pid = self.hello.pid if self.hello is not None else 0
-        silence = SILENCE_S + PROBE_TIMEOUT_S
-        self._log.error("replica at %s (pid %d) hangs: not a word for %.0f s", self.path, pid, silence)
-        self.fail_all("the replica does not answer and is being restarted; the request was not finished")
-        link.abort()
-        if self._on_hang is not None:
-            self._on_hang(pid)
+        self._watchdog = self._loop.call_later(self._silence_s / _CHECKS, self._watch)
+        link = self._link
+        if link is None or not link.greeted or not (self._open or self._watch_idle):
+            return
+        silence = self._loop.time() - self._heard_at
+        if silence >= self._silence_s:
+            pid = self.hello.pid if self.hello is not None else 0
+            self._log.error("replica at %s (pid %d) hangs: not a word for %.1f s", self.path, pid, silence)
+            link.end(f"it did not answer for {silence:.0f} s and is being restarted")
+            if self._on_hang is not None:
+                self._on_hang(pid)
+        elif silence >= self._silence_s / 2 and not self._probed:
+            self._probed = True
+            link.write(encode_frame(Probe(nonce=0)))
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         delay = MIN_BACKOFF_S
         while True:
-            link = _Link(self, loop.create_future())
+            link = _Link(self, self._loop.create_future())
             try:
-                await loop.create_unix_connection(lambda link=link: link, self.path)  # type: ignore[misc]
+                await self._loop.create_unix_connection(lambda link=link: link, self.path)  # type: ignore[misc]
             except OSError as error:
                 self._log.debug("replica at %s: %s", self.path, error)
             else:
-                self._link = link
                 try:
-                    reason = await link.ended
+                    await link.ended
                 finally:
-                    link.abort()
-                was_alive = self.alive
-                self._lose(reason)
-                if was_alive:
-                    self._log.warning("replica at %s: connection ended (%s)", self.path, reason)
+                    link.end("the client was closed")
+                if link.greeted:
                     delay = MIN_BACKOFF_S
-            await asyncio.sleep(delay)
+            self._hurry.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), delay)
             delay = min(2 * delay, MAX_BACKOFF_S)
+
+
+CAPABILITIES = Capabilities(
+    kind="headrace",
+    version=__version__,
+    tokens=True,
+    exact_rescue=True,
+    cache_events=True,
+    abort=True,
+    load=True,
+)
+"""What every replica of ours can do."""
 
 
 class _Link(asyncio.Protocol):
     """One connection: bytes in, messages to the client; ends at EOF or at bytes that are no message."""
 
-    def __init__(self, client: ReplicaClient, ended: asyncio.Future[str]) -> None:
+    def __init__(self, client: ReplicaClient, ended: asyncio.Future[None]) -> None:
         self.ended = ended
+        self.greeted = False
         self._client = client
         self._decoder = gateway_decoder()
         self._transport: asyncio.Transport | None = None
-        self._reason: str | None = None
+        self._over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._client.connected(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._reason is not None:
+        if self._over:
             return
         try:
             for message in self._decoder.feed(data):
-                self._client.receive(message)
+                self._client.receive(self, message)
         except FrameError as error:
-            self._end(f"it sent garbage: {error}")
+            self.end(f"it sent garbage: {error}")
         except Exception as error:
             self._client._log.exception("reading from the replica failed")
-            self._end(f"{EngineError.default_code}: {error}")
+            self.end(f"what it sent could not be used: {error!r}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._end("connection closed" if exc is None else str(exc))
+        self.end("connection closed" if exc is None else str(exc))
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
@@ -321,12 +427,13 @@ class _Link(asyncio.Protocol):
     def num_unsent_bytes(self) -> int:
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
-    def abort(self) -> None:
+    def end(self, reason: str) -> None:
+        """Closes the connection, once; nothing of it is read any more."""
+        if self._over:
+            return
+        self._over = True
         if self._transport is not None:
             self._transport.abort()
-
-    def _end(self, reason: str) -> None:
-        if self._reason is None:
-            self._reason = reason
-            if not self.ended.done():
-                self.ended.set_result(reason)
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self._client.lose(self, reason)

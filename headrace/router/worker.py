@@ -13,7 +13,7 @@ from typing import Protocol
 from headrace.core.errors import HeadraceError
 from headrace.core.messages import Output
 from headrace.core.request import Request
-from headrace.core.routing import Outcome
+from headrace.core.routing import Endpoint, Outcome
 
 
 class Receiver(Protocol):
@@ -24,8 +24,8 @@ class Receiver(Protocol):
 
     def on_failed(self, error: HeadraceError, outcome: Outcome) -> None:
         """The request has ended unfinished and nothing follows. ``outcome`` says whose fault it was:
-        ``caller_fault`` (repeating it is useless), ``replica_fault`` (a living replica's) or
-        ``replica_gone``."""
+        ``caller_fault`` (repeating it is useless), ``replica_fault`` (a living replica's),
+        ``replica_gone``, or ``aborted``: nobody's, it just takes nothing new."""
 
 
 class Worker(Protocol):
@@ -44,3 +44,8 @@ class Worker(Protocol):
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:
         """Stops a request, or one sample; its receiver hears nothing more of it. Unknown ids are ignored."""
+
+
+def is_ours(endpoint: Endpoint) -> bool:
+    """Whether a replica speaks our own protocol, over the Unix socket that is its address."""
+    return endpoint.kind == "headrace" or (endpoint.kind is None and "://" not in endpoint.address)
