@@ -58,11 +58,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     ``tokens``: ids in and out. ``exact_rescue``: a broken stream of it can be continued as it would have
     gone on. ``cache_events``: it tells which blocks it holds. ``abort``: closing the connection or a call
-    stops its work. ``load``: it tells queue and use.
+    stops its work. ``load``: it tells queue and use. ``remote_model`` is what the server calls its model.
     """
 
     kind: EngineKind
     version: str = ""
+    remote_model: str = ""
     tokens: bool = False
     exact_rescue: bool = False
     cache_events: bool = False
@@ -233,7 +234,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
-    absolute difference. ``num_rescued`` requests moved away from it in mid-stream.
+    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Tokens and prefix hits
+    are counted by its present process.
     """
 
     member: Member
@@ -254,6 +256,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     breaker: BreakerState = "closed"
     num_indexed_blocks: int = 0
     num_index_resets: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
     note: str = ""
 
 
