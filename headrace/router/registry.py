@@ -1,0 +1,317 @@
+"""The replicas as the router knows them: what they are, what runs there, and who may be chosen.
+
+    endpoint set ──► starting ──up──► ready ◄──► draining (endpoint)      removed: nothing is kept
+                                        │ ▲
+                                     down │ up: the same instance keeps its blocks, another one starts empty
+                                        ▼ │
+                                       down
+
+Sums over a replica's leases are kept up to date with every placement and release, so that choosing costs no
+sum. ``unbegun`` holds the leases that wait for their first token, in order of placement: a replica computes
+prompts one after another, so the first of them is being computed and the others queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from headrace.core.messages import Stats
+from headrace.core.routing import (
+    Capabilities,
+    Endpoint,
+    Member,
+    ModelInfo,
+    Placement,
+    ReplicaState,
+    Route,
+)
+from headrace.router.breaker import Breaker
+from headrace.router.decisions import Entry
+from headrace.router.rates import Rates
+
+DEFAULT_MAX_IN_FLIGHT = 64
+MIN_LOOKAHEAD = 2
+LOOKAHEAD_SHARE = 4  # a quarter
+SUSPECT_S = 1.0
+UNKNOWN_CAPACITY_TOKENS = 100_000
+PRESSURE_HALF_LIFE_S = 120.0
+
+
+class OpenLease:
+    """A placement that has not been released. ``replica`` is None once its process is gone."""
+
+    __slots__ = ("alone", "began", "claimed", "entry", "keys", "num_new_tokens", "num_samples",
+                 "num_uncached_tokens", "placed_at", "placement", "replica", "route")  # fmt: skip
+
+    def __init__(
+        self,
+        route: Route,
+        placement: Placement,
+        replica: Replica | None,
+        *,
+        placed_at: float,
+        num_uncached_tokens: int,
+        keys: Sequence[int] = (),
+        claimed: Sequence[int] = (),
+        entry: Entry | None = None,
+    ) -> None:
+        self.route = route
+        self.placement = placement
+        self.replica = replica
+        self.placed_at = placed_at
+        self.num_samples = route.num_samples
+        self.num_uncached_tokens = num_uncached_tokens
+        self.keys = keys
+        self.claimed = claimed
+        self.entry = entry
+        self.began = False
+        self.alone = False
+
+
+class Replica:
+    """One replica. Policies read it (``policies.base.ReplicaView``); the router writes it."""
+
+    __slots__ = (
+        "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected",
+        "endpoint", "free_tokens", "hardware", "head_tokens", "healing_until", "instance", "last_turn",
+        "leases", "max_in_flight", "model", "next_seq", "num_blocks", "num_faults", "num_in_flight",
+        "num_index_resets", "num_placed", "num_queued_tokens", "num_rescued", "num_running", "num_ttfts",
+        "open", "predicted_ttft_s", "pressure", "price_per_hour", "rates", "replica_id", "reported", "slot",
+        "stats", "suspect_until", "takes_text", "takes_tokens", "tells_cache", "ttft_error_s", "ttft_s", "unbegun", "window",
+    )  # fmt: skip
+
+    def __init__(self, endpoint: Endpoint, slot: int) -> None:
+        self.replica_id = endpoint.replica_id
+        self.endpoint = endpoint
+        self.slot = slot
+        self.connected = False
+        self.instance = ""
+        self.capabilities: Capabilities | None = None
+        self.model: ModelInfo | None = None
+        self.hardware = endpoint.hardware
+        self.reported = 0  # max_num_seqs as it says itself
+        self.num_blocks = 0
+        self.block_size = 0
+        self.capacity_tokens = 0
+        self.free_tokens = 0
+        self.stats = Stats()
+        self.next_seq = 0
+        self.healing_until = 0.0
+        # what runs
+        self.leases: dict[str, OpenLease] = {}
+        self.unbegun: dict[str, OpenLease] = {}
+        self.num_in_flight = 0  # samples
+        self.num_running = 0  # samples whose request began to answer
+        self.num_queued_tokens = 0  # prompt tokens to compute of requests that did not
+        self.head_tokens = 0  # of these, those of the first
+        self.busy_since = 0.0
+        self.last_turn = 0
+        self.pressure = 0.0
+        # what was learned
+        self.rates = Rates()
+        self.breaker = Breaker()
+        self.suspect_until = 0.0
+        self.num_placed = 0
+        self.num_faults = 0
+        self.num_rescued = 0
+        self.num_index_resets = 0
+        self.num_ttfts = 0
+        self.ttft_s = 0.0
+        self.predicted_ttft_s = 0.0
+        self.ttft_error_s = 0.0
+        self.refresh()
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.connected:
+            return "draining" if self.endpoint.draining else "ready"
+        return "down" if self.instance else "starting"
+
+    @property
+    def prefill_rate(self) -> float:
+        return self.rates.prefill_rate
+
+    def refresh(self) -> None:
+        """Recomputes what follows from endpoint, connection and capabilities."""
+        endpoint, capabilities = self.endpoint, self.capabilities
+        self.price_per_hour = endpoint.price_per_hour
+        kind = capabilities.kind if capabilities is not None else endpoint.kind
+        self.takes_text = kind != "headrace"
+        self.takes_tokens = not endpoint.text_only and (
+            capabilities.tokens if capabilities is not None else kind == "headrace"
+        )
+        self.tells_cache = capabilities is not None and capabilities.cache_events
+        self.max_in_flight = endpoint.max_in_flight or self.reported or DEFAULT_MAX_IN_FLIGHT
+        lookahead = 0 if endpoint.max_in_flight else max(MIN_LOOKAHEAD, self.max_in_flight // LOOKAHEAD_SHARE)
+        self.window = self.max_in_flight + lookahead
+        self.open = self.connected and not endpoint.draining and endpoint.role == "unified"
+
+    def why_not(self, num_samples: int, now: float) -> str:
+        """Why a request may not be placed here now; empty if it may."""
+        if not self.open:
+            if not self.connected:
+                return self.state
+            return "draining" if self.endpoint.draining else f"role {self.endpoint.role}"
+        if self.suspect_until > now:
+            return "lost a connection just now"
+        if self.breaker.state != "closed" and not self.breaker.allows(now):
+            return f"breaker {self.breaker.state}"
+        if self.num_in_flight and self.num_in_flight + num_samples > self.window:
+            return "full"
+        return ""
+
+    def predict_ttft(self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float) -> float:
+        """Seconds from now to the first token of a prompt of ``num_tokens``, placed here.
+
+        Overhead, then the prompts ahead and its own at the learned rate, less what has been computed of the
+        first since it became first. Beyond ``max_in_flight``, and where the cache has too few free
+        tokens, it waits for others to end: a request ends every (mean decode time / number running).
+        """
+        rates = self.rates
+        ahead: float = self.num_queued_tokens
+        if ahead:
+            computed = (now - self.busy_since) * rates.prefill_rate
+            ahead -= computed if computed < self.head_tokens else self.head_tokens
+        seconds = rates.overhead_s + (ahead + num_uncached_tokens) / rates.prefill_rate
+        over = self.num_in_flight + num_samples - self.max_in_flight
+        if over > 0:
+            seconds += over * rates.decode_s / self.max_in_flight
+        if self.capacity_tokens:
+            short = num_tokens + ahead - self.free_tokens
+            if short > 0:
+                held = max(self.capacity_tokens - self.free_tokens, short)
+                seconds += rates.decode_s * short / held
+        return seconds
+
+    # Leases
+
+    def attach(self, lease: OpenLease, now: float) -> None:
+        """Counts a placement in, at once."""
+        lease.replica = self
+        self.leases[lease.route.request_id] = lease
+        self.num_in_flight += lease.num_samples
+        if lease.began:
+            self.num_running += lease.num_samples
+            return
+        if not self.unbegun:
+            lease.alone = True
+            self.busy_since = now
+            self.head_tokens = lease.num_uncached_tokens
+        self.unbegun[lease.route.request_id] = lease
+        self.num_queued_tokens += lease.num_uncached_tokens
+
+    def begin(self, lease: OpenLease, now: float) -> float:
+        """Its first token arrived. Returns the seconds that it was served, as opposed to queued."""
+        service_s = now - max(lease.placed_at, self.busy_since)
+        lease.began = True
+        self._leave_queue(lease, now)
+        self.num_running += lease.num_samples
+        return service_s
+
+    def detach(self, lease: OpenLease, now: float) -> None:
+        """Counts it out."""
+        del self.leases[lease.route.request_id]
+        self.num_in_flight -= lease.num_samples
+        if lease.began:
+            self.num_running -= lease.num_samples
+        else:
+            self._leave_queue(lease, now)
+        lease.replica = None
+
+    def _leave_queue(self, lease: OpenLease, now: float) -> None:
+        del self.unbegun[lease.route.request_id]
+        self.num_queued_tokens -= lease.num_uncached_tokens
+        # whichever left: what the engine did until now went to prompts that are accounted for
+        self.busy_since = now
+        self.head_tokens = next(iter(self.unbegun.values())).num_uncached_tokens if self.unbegun else 0
+
+    def add_pressure(self, num_tokens: float) -> None:
+        """Counts what a request will write into the cache, as a share of it."""
+        self.pressure += num_tokens / (self.capacity_tokens or UNKNOWN_CAPACITY_TOKENS)
+
+    def set_stats(self, stats: Stats) -> None:
+        self.stats = stats
+        if stats.num_blocks:
+            self.num_blocks = stats.num_blocks
+            self.capacity_tokens = stats.num_blocks * self.block_size
+            self.free_tokens = stats.num_free_blocks * self.block_size
+
+    def check_integrity(self) -> None:
+        """Asserts that the sums are those of the leases."""
+        leases = self.leases.values()
+        assert all(lease.replica is self for lease in leases), "a lease of another replica"
+        assert self.num_in_flight == sum(lease.num_samples for lease in leases)
+        assert self.num_running == sum(lease.num_samples for lease in leases if lease.began)
+        waiting = {i: lease for i, lease in self.leases.items() if not lease.began}
+        assert self.unbegun == waiting, "the queue differs from the leases that have not begun"
+        assert self.num_queued_tokens == sum(lease.num_uncached_tokens for lease in waiting.values())
+        head = next(iter(self.unbegun.values())).num_uncached_tokens if self.unbegun else 0
+        assert self.head_tokens == head
+
+    def member(self) -> Member:
+        return Member(
+            endpoint=self.endpoint, state=self.state, instance=self.instance, capabilities=self.capabilities
+        )
+
+
+class Registry:
+    """All replicas, by id and by model, grouped in the order in which they are tried."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, Replica] = {}
+        self._by_model: dict[str, list[Replica]] = {}
+        self._groups: dict[tuple[str, bool], list[list[Replica]]] = {}
+        self._pressure_at = 0.0
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def get(self, replica_id: str) -> Replica | None:
+        return self._replicas.get(replica_id)
+
+    def of_model(self, model: str) -> list[Replica]:
+        return self._by_model.get(model, [])
+
+    def groups(self, model: str, text_only: bool) -> list[list[Replica]]:
+        """Replicas that can take such requests; a later group is for when the earlier ones are full.
+
+        Token requests prefer replicas that take tokens, all prefer those that are not overflow.
+        """
+        return self._groups.get((model, text_only), [])
+
+    def add(self, replica: Replica) -> None:
+        assert replica.replica_id not in self._replicas, replica.replica_id
+        self._replicas[replica.replica_id] = replica
+        self.regroup()
+
+    def remove(self, replica: Replica) -> None:
+        del self._replicas[replica.replica_id]
+        self.regroup()
+
+    def regroup(self) -> None:
+        """After any change to a replica's model, overflow, or capabilities."""
+        self._by_model = {}
+        for replica in self._replicas.values():
+            self._by_model.setdefault(replica.endpoint.model, []).append(replica)
+        self._groups = {}
+        for model, replicas in self._by_model.items():
+            ranked: dict[tuple[bool, bool], list[Replica]] = {}
+            for replica in replicas:
+                ranked.setdefault((replica.endpoint.overflow, not replica.takes_tokens), []).append(replica)
+            by_rank = [ranked[rank] for rank in sorted(ranked)]
+            self._groups[model, False] = by_rank
+            texts = [[r for r in group if r.takes_text] for group in by_rank]
+            self._groups[model, True] = [group for group in texts if group]
+
+    def fade(self, now: float) -> None:
+        """Lets what was written into the caches fade, for all at once so that they stay comparable."""
+        elapsed = now - self._pressure_at
+        if elapsed < PRESSURE_HALF_LIFE_S / 16:
+            return
+        self._pressure_at = now
+        kept = 0.5 ** (elapsed / PRESSURE_HALF_LIFE_S)
+        for replica in self._replicas.values():
+            replica.pressure *= kept
