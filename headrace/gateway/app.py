@@ -1,20 +1,17 @@
-"""The ASGI application: keys and permits at the door, then a raw handler or an ordinary route."""
+"""What stands between a request and its handler: keys, permits, methods, and every way to fail."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
-from starlette.types import Receive, Scope, Send
-
-from headrace.core.errors import EngineError, HeadraceError
+from headrace.core.errors import EngineError, HeadraceError, NotFoundError, UnavailableError
 from headrace.gateway.chat import chat_completions
 from headrace.gateway.completions import completions
 from headrace.gateway.errors import encode_error
 from headrace.gateway.exchange import Disconnected, Exchange
-from headrace.gateway.routes import create_routes
-from headrace.gateway.sse import error_event
+from headrace.gateway.routes import Routes
 from headrace.gateway.state import Gateway
 from headrace.gateway.tokenize import detokenize, tokenize
 
@@ -26,74 +23,95 @@ POSTS: dict[str, Handler] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
-
-
-def create_app(gateway: Gateway) -> App:
-    """The gateway as an ASGI 3 application, without lifespan: whoever made ``gateway`` closes it."""
-    return App(gateway)
+_KIND = "invalid_request_error"
 
 
 class App:
-    """Dispatches by path; every response carries ``x-request-id``."""
+    """Hands exchanges to handlers; whatever happens there, each exchange gets its answer."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._routes = create_routes(gateway)
+        self._routes = Routes(gateway)
+        self._tasks: dict[Exchange, asyncio.Task[None]] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "started without lifespan and websockets"
-        exchange = Exchange(scope, receive, send)
-        handler = POSTS.get(exchange.path)
+    def handle(self, exchange: Exchange) -> None:
+        """Answers now, or in a task; raises nothing."""
+        gateway = self._gateway
         try:
-            self._gateway.keys.check(exchange.path, exchange.authorization)
+            gateway.keys.check(exchange.path, exchange.authorization)
+            handler = POSTS.get(exchange.path)
             if handler is None:
-                await self._routes(scope, receive, _identified(send, exchange.request_id))
-            elif scope["method"] == "POST":
-                await self._post(handler, exchange)
+                self._get(exchange)
+            elif exchange.method != "POST":
+                self._wrong_method(exchange, "POST")
+            elif gateway.draining:
+                raise UnavailableError("the server is shutting down", code="shutting_down")
             else:
-                await self._wrong_method(exchange, scope["method"])
+                gateway.admission.take()
+                self._start(exchange, self._post(handler, exchange))
+        except HeadraceError as error:
+            self._fail(exchange, error)
+        except Exception:
+            self._broken(exchange)
+
+    async def close(self) -> None:
+        """Ends the handlers that still run; their callers have been told or are gone."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def refused(self, status: int) -> None:
+        """Counts an error answer to what was no request."""
+        self._gateway.metrics.count_error(status, _KIND)
+
+    def _start(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        self._tasks[exchange] = asyncio.ensure_future(self._answer(exchange, work))
+
+    async def _answer(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        try:
+            await work
+            assert exchange.ended or exchange.disconnected, "a handler returned before its response ended"
         except Disconnected:
             pass
         except HeadraceError as error:
-            self._gateway.metrics.http_errors[str(error.status), error.kind] += 1
-            await exchange.send_error(error)
+            self._fail(exchange, error)
         except Exception:
-            await self._broken(exchange)
+            self._broken(exchange)
+        finally:
+            del self._tasks[exchange]
 
     async def _post(self, handler: Handler, exchange: Exchange) -> None:
         gateway = self._gateway
-        arrival = time.perf_counter()
-        gateway.admission.take()
         try:
             body = await exchange.read_body(gateway.max_body_bytes)
-            await handler(gateway, exchange, body, arrival)
+            await handler(gateway, exchange, body, exchange.arrival)
         finally:
-            exchange.unwatch()
-            gateway.admission.give(1, time.perf_counter() - arrival)
+            gateway.admission.give(1, time.perf_counter() - exchange.arrival)
 
-    async def _wrong_method(self, exchange: Exchange, method: str) -> None:
-        kind = "invalid_request_error"
-        self._gateway.metrics.http_errors["405", kind] += 1
-        message = f"{method} is not allowed on {exchange.path}, POST is"
-        body = encode_error(message, kind, None, "method_not_allowed")
-        await exchange.send_json(body, 405, [(b"allow", b"POST")])
+    def _get(self, exchange: Exchange) -> None:
+        route = self._routes.find(exchange.path)
+        if route is None:
+            raise NotFoundError(f"no such route: {exchange.path[:200]}")
+        if exchange.method not in ("GET", "HEAD"):
+            self._wrong_method(exchange, "GET, HEAD")
+            return
+        work = route(exchange)
+        if work is not None:
+            self._start(exchange, work)
 
-    async def _broken(self, exchange: Exchange) -> None:
-        """Our own mistake: logged with its traceback, answered as a 500 or as the stream's last event."""
+    def _wrong_method(self, exchange: Exchange, allowed: str) -> None:
+        self._gateway.metrics.count_error(405, _KIND)
+        message = f"{exchange.method} is not allowed on {exchange.path[:200]}, {allowed} is"
+        body = encode_error(message, _KIND, None, "method_not_allowed")
+        exchange.send_json(body, 405, [(b"allow", allowed.encode())])
+
+    def _fail(self, exchange: Exchange, error: HeadraceError) -> None:
+        self._gateway.metrics.count_error(error.status, error.kind)
+        exchange.fail(error)
+
+    def _broken(self, exchange: Exchange) -> None:
+        """Our own mistake: logged with its traceback."""
         request_id = exchange.request_id.decode()
         self._gateway.log.exception("request %s failed", request_id)
-        error = EngineError(f"internal error in request {request_id}", code="internal_error")
-        self._gateway.metrics.http_errors[str(error.status), error.kind] += 1
-        if not exchange.started:
-            await exchange.send_error(error)
-        elif exchange.streaming:
-            await exchange.send_events(error_event(error), last=True)
-
-
-def _identified(send: Send, request_id: bytes) -> Send:
-    async def send_with_id(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-        await send(message)
-
-    return send_with_id
+        self._fail(exchange, EngineError(f"internal error in request {request_id}", code="internal_error"))

@@ -54,6 +54,7 @@ class Exchange:
         "_body_limit",
         "_chunked",
         "_connection",
+        "_events",
         "_on_disconnect",
         "_pause",
         "_pending",
@@ -115,6 +116,7 @@ class Exchange:
         self._body_limit: int | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._chunked = False
+        self._events = False
         self._pending = b""
         self._on_disconnect: Callable[[], None] | None = None
         self._pause: Callable[[], None] | None = None
@@ -177,9 +179,8 @@ class Exchange:
         self.keep_alive = False
         if not self.started:
             self._write(self._whole(error_body(error), error.status, None))
-        elif self.streaming and self._chunked and not self._pending:
-            data = error_event(error)
-            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+        elif self._events:
+            self._send(error_event(error), last=True)
         self.lose()
 
     def pause(self) -> None:
@@ -276,10 +277,19 @@ class Exchange:
         """An error as a response of its own; only before anything was sent."""
         self.send_json(error_body(error), error.status, error_headers(error))
 
+    def fail(self, error: HeadraceError) -> None:
+        """Ends the response with an error, however far it is: a response, the last event, or a cut."""
+        if not self.started:
+            self.send_error(error)
+        elif not self.ended and self._events:
+            self.send_events(error_event(error), last=True)
+        elif not self.ended:
+            self.cut()
+
     def start_events(self, first: bytes) -> None:
         """Begins a stream of server-sent events."""
         assert not self.started, "one response a request"
-        self.started = self.streaming = True
+        self.started = self.streaming = self._events = True
         if self.disconnected:
             return
         head = self._head(STATUS_LINES[200], _EVENTS + self._framing())

@@ -1,110 +1,94 @@
-"""The ordinary routes, on Starlette: models, health, readiness, metrics, version, the API's description."""
+"""The routes that do not generate: models, health, readiness, metrics, version, the API's description."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
-from starlette.routing import Route
-
-from headrace.core.errors import HeadraceError, UnavailableError
+from headrace.core.errors import UnavailableError
 from headrace.core.version import __version__
-from headrace.gateway.errors import encode_error, error_body, error_headers
 from headrace.gateway.openapi import describe
 from headrace.gateway.sse import json_value
 
 if TYPE_CHECKING:
-    from headrace.gateway.state import Gateway
+    from headrace.gateway.exchange import Exchange
+    from headrace.gateway.state import Gateway, ServedModel
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Route = Callable[["Exchange"], Awaitable[None] | None]
+"""Answers at once, or gives what has to be awaited for it."""
+
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_MODEL = "/v1/models/"
 
 
-def create_routes(gateway: Gateway) -> Starlette:
-    """An ASGI application for every route that does not generate."""
-    created = int(time.time())
-    description: list[bytes] = []
+class Routes:
+    """Finds what answers a GET."""
 
-    def model_card(name: str) -> dict[str, Any]:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._created = int(time.time())
+        self._description = b""
+        self._table: dict[str, Route] = {
+            "/v1/models": self._models,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics,
+            "/version": self._version,
+            "/openapi.json": self._openapi,
+        }
+
+    def find(self, path: str) -> Route | None:
+        if path.startswith(_MODEL):
+            return self._model
+        return self._table.get(path)
+
+    def _models(self, exchange: Exchange) -> None:
+        cards = [self._card(served, name) for served in self._gateway.models for name in served.names]
+        exchange.send_json(json_value({"object": "list", "data": cards}))
+
+    def _model(self, exchange: Exchange) -> None:
+        name = exchange.path[len(_MODEL) :]
+        exchange.send_json(json_value(self._card(self._gateway.model(name), name)))
+
+    def _card(self, served: ServedModel, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": created,
+            "created": self._created,
             "owned_by": "headrace",
-            "root": gateway.model_name,
+            "root": served.model,
             "parent": None,
-            "max_model_len": gateway.max_model_len or None,
+            "max_model_len": served.max_model_len or None,
         }
 
-    async def models(request: HTTPRequest) -> Response:
-        return _json({"object": "list", "data": [model_card(name) for name in gateway.served_names]})
+    def _health(self, exchange: Exchange) -> None:
+        exchange.send_json(b'{"status":"ok"}')
 
-    async def model(request: HTTPRequest) -> Response:
-        return _json(model_card(gateway.check_model(request.path_params["name"])))
-
-    async def health(request: HTTPRequest) -> Response:
-        return _json({"status": "ok"})
-
-    async def ready(request: HTTPRequest) -> Response:
-        hello = gateway.require_replica()
-        return _json({"status": "ready", "model": gateway.served_names[0], "replica": hello.replica_id})
-
-    async def metrics(request: HTTPRequest) -> Response:
-        return Response(gateway.metrics.page(), media_type=METRICS_TYPE)
-
-    async def version(request: HTTPRequest) -> Response:
-        return _json({"version": __version__})
-
-    async def openapi(request: HTTPRequest) -> Response:
-        if not description:
-            description.append(json_value(describe(__version__)))
-        return Response(description[0], media_type="application/json")
-
-    async def on_error(request: HTTPRequest, error: Exception) -> Response:
-        assert isinstance(error, HeadraceError)
-        if not (isinstance(error, UnavailableError) and request.url.path == "/ready"):
-            gateway.metrics.http_errors[str(error.status), error.kind] += 1
-        return _error(error_body(error), error.status, error_headers(error))
-
-    async def on_http_exception(request: HTTPRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        status = error.status_code
-        if status == 404:
-            message, kind, code = f"no such route: {request.url.path[:200]}", "not_found_error", "not_found"
-        elif status == 405:
-            message, code = (
-                f"{request.method} is not allowed on {request.url.path[:200]}",
-                "method_not_allowed",
-            )
-            kind = "invalid_request_error"
+    def _ready(self, exchange: Exchange) -> None:
+        """200 when at least one model has a replica, and which ones have."""
+        models = []
+        reasons = []
+        for served in self._gateway.models:
+            try:
+                self._gateway.require(served)
+            except UnavailableError as error:
+                reasons.append(error.message)
+                models.append({"id": served.names[0], "ready": False, "reason": error.message})
+            else:
+                models.append({"id": served.names[0], "ready": True, "reason": None})
+        if len(reasons) < len(models):
+            exchange.send_json(json_value({"status": "ready", "models": models}))
         else:
-            message, kind, code = str(error.detail), "invalid_request_error", "invalid_request"
-        gateway.metrics.http_errors[str(status), kind] += 1
-        headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-        return _error(encode_error(message, kind, None, code), status, headers)
+            exchange.send_error(UnavailableError("; ".join(dict.fromkeys(reasons))))
 
-    return Starlette(
-        routes=[
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/health", health),
-            Route("/ready", ready),
-            Route("/metrics", metrics),
-            Route("/version", version),
-            Route("/openapi.json", openapi),
-        ],
-        exception_handlers={HeadraceError: on_error, HTTPException: on_http_exception},
-    )
+    async def _metrics(self, exchange: Exchange) -> None:
+        exchange.send_whole(await self._gateway.metrics_page(), METRICS_TYPE)
 
+    def _version(self, exchange: Exchange) -> None:
+        exchange.send_json(json_value({"version": __version__}))
 
-def _json(value: Any) -> Response:
-    return Response(json_value(value), media_type="application/json")
-
-
-def _error(body: bytes, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
-    response = Response(body, status_code=status, media_type="application/json")
-    response.raw_headers += headers
-    return response
+    def _openapi(self, exchange: Exchange) -> None:
+        if not self._description:
+            self._description = json_value(describe(__version__))
+        exchange.send_json(self._description)

@@ -6,26 +6,20 @@ import asyncio
 import contextlib
 import errno
 import logging
-import math
 import signal
 import socket as sockets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
-
-import uvicorn
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
 
 from headrace.core.errors import UsageError
 from headrace.core.knobs import GatewayConfig
-from headrace.gateway.app import create_app
-from headrace.gateway.protocol import GatewayProtocol
+from headrace.gateway.app import App
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.protocol import HttpConnection, Limits
 from headrace.gateway.state import Gateway
 
-if TYPE_CHECKING:
-    from headrace.router.replica_client import ReplicaClient
-    from headrace.text.tokenizer import Tokenizer
-
-KEEP_ALIVE_S = 75
+LIMITS = Limits()
 BACKLOG = 2048
 SWITCH_INTERVAL_S = 0.001
 CLOSING_S = 5
@@ -58,116 +52,145 @@ def bind_socket(config: GatewayConfig) -> sockets.socket:
 
 
 async def serve(
+    gateway: Gateway,
     config: GatewayConfig,
     *,
-    tokenizer: Tokenizer,
-    client: ReplicaClient,
-    model_name: str,
-    served_names: Sequence[str],
     log: logging.Logger,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
-    handle_signals: bool = True,
     socket: sockets.socket | None = None,
+    handle_signals: bool = True,
 ) -> None:
     """Serves until SIGINT, SIGTERM or ``stop``, then lets running requests finish within the grace.
 
-    ``client`` must be started, not necessarily connected; it is not closed here. ``on_ready`` is called
-    once with the address when the socket listens. A second signal stops at once. UsageError when the port
-    is taken.
+    What is open after the grace, or at a second signal, ends with an error. ``on_ready`` is called once
+    with the address when the socket listens. The gateway is closed here, its dispatcher is not.
+    UsageError when the port is taken.
     """
     sock = bind_socket(config) if socket is None else socket
-    gateway = Gateway(
-        config,
-        tokenizer=tokenizer,
-        client=client,
-        model_name=model_name,
-        served_names=served_names,
-        log=log,
-    )
-    server = _Server(
-        uvicorn.Config(
-            create_app(gateway),
-            http=GatewayProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(config.shutdown_grace_s) + CLOSING_S,
-            backlog=BACKLOG,
-        ),
-        gateway,
-        config.shutdown_grace_s,
-    )
-    server.on_listening = lambda: on_ready(_address(config, sock)) if on_ready is not None else None
-    waiter = asyncio.create_task(_stop_on(stop, server)) if stop is not None else None
+    app = App(gateway)
+    server = HttpServer(app.handle, refused=app.refused)
+    asked, asked_again = asyncio.Event(), asyncio.Event()
+
+    def request_stop() -> None:
+        if asked.is_set():
+            asked_again.set()
+        asked.set()
+
+    waiter = asyncio.create_task(_stop_on(stop, request_stop)) if stop is not None else None
     try:
-        with _signals(server) if handle_signals else contextlib.nullcontext(), _switch_interval():
-            await server.serve(sockets=[sock])
+        with _signals(request_stop) if handle_signals else contextlib.nullcontext(), _switch_interval():
+            await server.start(sock)
+            if on_ready is not None:
+                on_ready(_address(config, sock))
+            await asked.wait()
+            gateway.draining = True
+            running = gateway.admission.in_use
+            if running:
+                log.info(
+                    "stopping; requests still running: %d, for up to %g s", running, config.shutdown_grace_s
+                )
+            server.stop()
+            if not await _first_of(config.shutdown_grace_s, server.all_closed, asked_again):
+                gateway.dispatcher.end_all("the server is shutting down")
+                await _first_of(CLOSING_S, server.all_closed)
     finally:
         if waiter is not None:
             waiter.cancel()
+        await server.close()
+        await app.close()
         gateway.close()
         sock.close()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server with our signals, and running requests that end with an error rather than a cut."""
+class HttpServer:
+    """All connections of one listening socket, and the sweep over their deadlines."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, grace_s: float) -> None:
-        super().__init__(config)
-        self.on_listening: Callable[[], None] = lambda: None
-        self._gateway = gateway
-        self._grace_s = grace_s
+    def __init__(
+        self,
+        handle: Callable[[Exchange], None],
+        *,
+        limits: Limits = LIMITS,
+        refused: Callable[[int], None] = lambda status: None,
+    ) -> None:
+        self.handle = handle
+        self.refused = refused
+        self.limits = limits
+        self.date = _date_line()
+        self.stopping = False
+        self.all_closed = asyncio.Event()
+        """Set when the server has stopped and no connection is left."""
+        self._connections: set[HttpConnection] = set()
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[sockets.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_listening()
-
-    async def shutdown(self, sockets: list[sockets.socket] | None = None) -> None:
-        self._gateway.draining = True
-        running = self._gateway.admission.in_use
-        if running:
-            self._gateway.log.info(
-                "stopping; requests still running: %d, for up to %g s", running, self._grace_s
-            )
+    async def start(self, sock: sockets.socket) -> None:
         loop = asyncio.get_running_loop()
-        grace = loop.call_later(self._grace_s, self._end_requests)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            grace.cancel()
+        self._listener = await loop.create_server(lambda: HttpConnection(self), sock=sock, backlog=BACKLOG)
+        self._sweep()
 
-    def request_stop(self) -> None:
-        """Stops gracefully; the second time, ends running requests now."""
-        if self.should_exit:
-            self.force_exit = True
-            self._end_requests()
-        self.should_exit = True
+    def stop(self) -> None:
+        """Takes no new connection, closes idle ones now, and others after their running response."""
+        self.stopping = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.stop()
+        if not self._connections:
+            self.all_closed.set()
 
-    def _end_requests(self) -> None:
-        self._gateway.client.fail_all("the server is shutting down")
+    async def close(self) -> None:
+        """Cuts whatever is still connected."""
+        self.stop()
+        for connection in list(self._connections):
+            connection.abort()
+        await self.all_closed.wait()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._listener is not None:
+            await self._listener.wait_closed()
+
+    def opened(self, connection: HttpConnection) -> None:
+        self._connections.add(connection)
+        if self.stopping:
+            connection.stop()
+
+    def closed(self, connection: HttpConnection) -> None:
+        self._connections.discard(connection)
+        if self.stopping and not self._connections:
+            self.all_closed.set()
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self.date = _date_line()
+        for connection in [each for each in self._connections if each.deadline < now]:
+            connection.expire(now)
+        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep)
 
 
-async def _stop_on(stop: asyncio.Event, server: _Server) -> None:
+async def _first_of(seconds: float, *events: asyncio.Event) -> bool:
+    """Waits for any of the events, no longer than this; whether the first of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return events[0].is_set()
+
+
+async def _stop_on(stop: asyncio.Event, request_stop: Callable[[], None]) -> None:
     await stop.wait()
-    server.request_stop()
+    request_stop()
 
 
 @contextlib.contextmanager
-def _signals(server: _Server) -> Iterator[None]:
+def _signals(request_stop: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
-        loop.add_signal_handler(number, server.request_stop)
+        loop.add_signal_handler(number, request_stop)
     try:
         yield
     finally:
@@ -184,6 +207,10 @@ def _switch_interval() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def _date_line() -> bytes:
+    return f"date: {formatdate(usegmt=True)}\r\n".encode()
 
 
 def _address(config: GatewayConfig, sock: sockets.socket) -> str:
