@@ -93,7 +93,6 @@ class ReplicaClient:
         self._link: _Link | None = None
         self._heard_at = 0.0  # when the replica last spoke, or was last given work while idle
         self._probed = False  # since then
-        self._healing_from: int | None = None  # the gap that a Subscribe is under way for
         self._probes: dict[int, asyncio.Future[Health]] = {}
         self._nonces = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop
@@ -188,11 +187,9 @@ class ReplicaClient:
             self._link.write(encode_frame(Abort(request_id=request_id, sample_index=sample_index)))
 
     def subscribe(self, next_seq: int = 0) -> None:
-        """Asks for cache events from number ``next_seq`` on (0: all that the cache holds); a gap is asked for
-        once, however many events show it."""
-        if self._link is None or self._healing_from == next_seq:
+        """Asks for cache events from number ``next_seq`` on; 0: all that the cache holds."""
+        if self._link is None:
             return
-        self._healing_from = next_seq
         instance = self.hello.instance if self.hello is not None and next_seq else ""
         self._link.write(encode_frame(Subscribe(next_seq=next_seq, instance=instance)))
 
@@ -246,7 +243,6 @@ class ReplicaClient:
             if future is not None and not future.done():
                 future.set_result(message)
         elif type(message) is CacheSnapshot:
-            self._healing_from = None
             if self._listener is not None:
                 self._listener.on_snapshot(self.replica_id, message)
         elif type(message) is Hello:
@@ -299,7 +295,6 @@ class ReplicaClient:
         link.greeted = True
         self._greeted.set()
         if self._listener is not None:
-            self._healing_from = None
             self._listener.on_up(
                 self.replica_id,
                 instance=hello.instance,
