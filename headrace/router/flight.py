@@ -59,7 +59,6 @@ class Flight:
     """One submitted request; made by ``Dispatcher.submit``."""
 
     __slots__ = (
-        "_attempt",
         "_caller_id",
         "_connecting",
         "_dispatcher",
@@ -67,7 +66,6 @@ class Flight:
         "_has_place",
         "_lease_began_at",
         "_lease_num_tokens",
-        "_lease_placed_at",
         "_leg",
         "_num_refusals",
         "_num_tokens",
@@ -75,9 +73,11 @@ class Flight:
         "_sink",
         "_submitting",
         "_worker",
+        "attempt",
         "ended",
         "first_token_at",
         "last_token_at",
+        "lease_placed_at",
         "num_rescues",
         "placed_at",
         "placement",
@@ -99,7 +99,7 @@ class Flight:
         self._dispatcher = dispatcher
         self._sink = sink
         self._caller_id = caller_id
-        self._attempt = 0
+        self.attempt = 0
         self._excluded: list[str] = []
         self._num_refusals = 0
         self._num_tokens = 0
@@ -107,7 +107,7 @@ class Flight:
         # those that have not ended, with their output
         self._samples = {index: array("I") for index in range(first, first + request.sampling.n)}
         self._has_place = False  # in the router: waiting for a lease, or holding one
-        self._lease_placed_at = 0.0
+        self.lease_placed_at = 0.0
         self._lease_began_at = 0.0
         self._lease_num_tokens = 0
         self._leg: Leg | None = None
@@ -163,7 +163,7 @@ class Flight:
         now = perf_counter()
         self.placement = placement
         self.placed_at = self.placed_at or now
-        self._lease_placed_at = now
+        self.lease_placed_at = now
         self._launch(now + CONNECT_S)
 
     def on_refused(self, error: HeadraceError) -> None:
@@ -203,7 +203,7 @@ class Flight:
             tenant=request.tenant,
             session=request.session,
             deadline=request.deadline,
-            attempt=self._attempt,
+            attempt=self.attempt,
             exclude=exclude,
         )
 
@@ -313,7 +313,7 @@ class Flight:
         if not self._lease_began_at and self._has_place:
             self._lease_began_at = now
             self._dispatcher.placer.began(
-                self.request.request_id, now - self._lease_placed_at, outputs[0].num_cached_tokens
+                self.request.request_id, now - self.lease_placed_at, outputs[0].num_cached_tokens
             )
 
     def _sift(self, outputs: list[Output]) -> tuple[list[Output], bool]:
@@ -356,7 +356,7 @@ class Flight:
         """A server that takes text began to answer."""
         if not self._lease_began_at:
             now = self._lease_began_at = self.first_token_at = perf_counter()
-            self._dispatcher.placer.began(self.request.request_id, now - self._lease_placed_at, 0)
+            self._dispatcher.placer.began(self.request.request_id, now - self.lease_placed_at, 0)
 
     def text_ended(self, outcome: Outcome, num_output_tokens: int) -> None:
         """A server that takes text has answered, or was given up."""
@@ -370,7 +370,7 @@ class Flight:
         """Places what has not ended again, elsewhere."""
         assert self.placement is not None
         replica_id = self.placement.replica_id
-        self._attempt += 1
+        self.attempt += 1
         if replica_id not in self._excluded:
             self._excluded.append(replica_id)
         self.placement = None
