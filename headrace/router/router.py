@@ -607,4 +607,6 @@ class Router:
             breaker=replica.breaker.state,
             num_indexed_blocks=self._index.count(replica.slot),
             num_index_resets=replica.num_index_resets,
+            computed_prompt_tokens=stats.computed_prompt_tokens,
+            generation_tokens=stats.generation_tokens,
         )
