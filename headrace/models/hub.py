@@ -10,8 +10,21 @@ from pathlib import Path
 from headrace.core.errors import ModelNotFoundError
 from headrace.models.cache import Progress
 
+TOKENIZER_FILE = "tokenizer.json"
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _IGNORED = ["*/*", "consolidated*"]
+
+
+def cached_tokenizer(name: str) -> Path | None:
+    """The folder of ``org/name`` or ``org/name@revision`` in the local cache, if it holds a tokenizer."""
+    import huggingface_hub
+
+    repo, _, revision = name.partition("@")
+    try:
+        found = huggingface_hub.try_to_load_from_cache(repo, TOKENIZER_FILE, revision=revision or None)
+    except huggingface_hub.errors.HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def fetch_snapshot(name: str, progress: Progress) -> Path:

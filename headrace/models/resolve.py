@@ -19,7 +19,7 @@ from headrace.core.errors import ModelNotFoundError, UsageError
 from headrace.models.cache import Progress, no_progress
 from headrace.models.fields import read_json
 from headrace.models.gguf.convert import converted_folder, folder_for_digest
-from headrace.models.hub import fetch_snapshot
+from headrace.models.hub import TOKENIZER_FILE, cached_tokenizer, fetch_snapshot
 from headrace.models.packages import SHORT_NAMES, package_file
 from headrace.models.safetensors_header import check_safetensors
 from headrace.models.weight_files import weight_files
@@ -73,6 +73,22 @@ def resolve_model(name: str, *, dtype: str = "bfloat16", progress: Progress | No
         check_folder(folder)
         return ResolvedModel(name, folder, folder.name, f"Hugging Face hub, commit {folder.name[:12]}")
     raise _not_found(name, path)
+
+
+def find_tokenizer(name: str, *, progress: Progress | None = None) -> Path | None:
+    """A folder with the tokenizer of a model that runs elsewhere; None if this machine has none.
+
+    Weights are not asked for and nothing is fetched from the hub; a short name is fetched as always.
+    """
+    path = Path(name).expanduser()
+    if name.lower() in SHORT_NAMES or path.suffix == ".gguf":
+        try:
+            return resolve_model(name, progress=progress).folder
+        except ModelNotFoundError:
+            return None
+    if path.is_dir():
+        return path if (path / TOKENIZER_FILE).is_file() else None
+    return cached_tokenizer(name) if _HUB_ID.fullmatch(name) else None
 
 
 def _not_found(name: str, path: Path) -> ModelNotFoundError:
