@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.errors import EngineError, HeadraceError, UsageError
-from headrace.core.launch import StartEvent, ReplicaSpec
+from headrace.core.launch import ReplicaSpec, StartEvent
 from headrace.core.logs import set_up_logging
 from headrace.replica.connections import bind
 
@@ -72,9 +71,10 @@ class _Reporter:
         self._write(StartEvent.of_error(error))
 
     def _write(self, event: StartEvent) -> None:
-        # If the parent is gone, standard input will say so.
-        with contextlib.suppress(BrokenPipeError):
+        try:
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
+        except BrokenPipeError:
+            raise SystemExit(1) from None  # the parent is gone; loading on would be for nobody
 
 
 def _decode(line: bytes) -> ReplicaSpec:

@@ -49,6 +49,8 @@ class Connection:
         self.sock = sock
         # request id → samples that have not ended
         self.requests: dict[str, int] = {}
+        # number of the next cache event that it is to be told; None: it did not subscribe
+        self.next_event: int | None = None
         self._decoder = replica_decoder()
         self._max_backlog_bytes = max_backlog_bytes
         self._backlog: deque[memoryview] = deque()

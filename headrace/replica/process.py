@@ -1,7 +1,8 @@
-"""The replica's single loop: drain the sockets, step the engine, send one message a step to each peer.
+"""The replica's single loop: drain the sockets, step the engine, send at most one message a step to a peer.
 
-    select ──► accept / receive ──► Engine.add, Engine.abort ──► Engine.step ──► Step to every peer
-      │ waits only when the engine has nothing to do                    (outputs to the one that asked)
+    select ──► accept / receive ──► Engine.add, Engine.abort ──► Engine.step ──► Step to peers:
+      │ waits only when the engine has nothing to do               outputs to the one that asked,
+      │                                                            stats and cache events to subscribers
       └── also watches standard input (EOF: the parent is gone) and signals (SIGTERM: drain)
 
 Whatever a peer sends ends at worst that peer's connection; whatever the model throws ends at worst that
@@ -14,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -23,10 +25,25 @@ from typing import Any
 
 from headrace.core.errors import HeadraceError, InvalidRequestError, UnavailableError
 from headrace.core.launch import ReplicaSpec
-from headrace.core.messages import Abort, Drain, Failed, Health, Hello, Output, Probe, Step, Submit, ToReplica
+from headrace.core.messages import (
+    Abort,
+    CacheSnapshot,
+    Drain,
+    Failed,
+    Health,
+    Hello,
+    Output,
+    Probe,
+    Stats,
+    Step,
+    Submit,
+    Subscribe,
+    ToReplica,
+)
 from headrace.core.request import Request
 from headrace.engine.engine import Engine
 from headrace.replica.connections import Connection, ConnectionClosed
+from headrace.replica.event_log import EventLog
 
 log = logging.getLogger("headrace.replica")
 
@@ -53,20 +70,19 @@ class ReplicaProcess:
         self._listener = listener
         self._parent_fd = parent_fd
         self._max_backlog_bytes = max_backlog_bytes
+        self._instance = secrets.token_hex(8)
+        self._event_log = EventLog()
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._owners: dict[str, Connection] = {}
         self._rejected: dict[Connection, list[Failed]] = {}
+        self._aborted = False  # something, of which no subscriber was told yet
         self._draining = False
         self._stop = False
         self._wake_read, self._wake_write = socket.socketpair()
 
     def listen(self) -> None:
-        """From here on peers can connect; they are greeted once ``run`` runs."""
-        self._listener.listen(128)
-
-    def run(self) -> None:
-        """Serves until drained or left alone; every peer has been told everything by then."""
+        """From here on peers can connect and a signal drains; both are served once ``run`` runs."""
         for sock in (self._listener, self._wake_read, self._wake_write):
             sock.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -79,6 +95,10 @@ class ReplicaProcess:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        self._listener.listen(128)
+
+    def run(self) -> None:
+        """Serves until drained or left alone; every peer has been told everything by then."""
         try:
             while not self._stop and not (self._draining and not self._engine.has_work):
                 self._turn()
@@ -88,11 +108,13 @@ class ReplicaProcess:
             self._close_all()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(0 if self._engine.has_work else None):
+        # A connection may be found lost while a step is published.
+        busy = self._engine.has_work or self._aborted
+        for key, events in self._selector.select(0 if busy else None):
             key.data(events)
         if self._engine.has_work and not self._stop:
             self._step()
-        elif self._rejected:
+        elif self._rejected or self._aborted:
             self._publish([], [])
 
     def _step(self) -> None:
@@ -108,20 +130,38 @@ class ReplicaProcess:
                 self._forget(output.request_id)
 
     def _publish(self, outputs: list[Output], failed: list[Failed]) -> None:
-        """One Step to each peer: its own outputs and failures, and everybody's stats and events."""
-        event_seq, events = self._engine.take_events()
+        """A Step to each peer that has outputs or failures of its own in it, or subscribed."""
+        self._event_log.append(*self._engine.take_events())
         stats = self._engine.stats()
         rejected, self._rejected = self._rejected, {}
+        self._aborted = False
         for connection in list(self._connections):
-            step = Step(
-                [output for output in outputs if self._owners.get(output.request_id) is connection],
-                [f for f in failed if self._owners.get(f.request_id) is connection]
-                + rejected.get(connection, []),
-                stats,
-                events,
-                event_seq,
-            )
-            self._send(connection, step)
+            own = [output for output in outputs if self._owners.get(output.request_id) is connection]
+            ended = [f for f in failed if self._owners.get(f.request_id) is connection]
+            ended += rejected.get(connection, [])
+            if connection.next_event is not None:
+                self._tell(connection, own, ended, stats)
+            elif own or ended:
+                self._send(connection, Step(own, ended, stats))
+
+    def _tell(
+        self, connection: Connection, outputs: list[Output], failed: list[Failed], stats: Stats
+    ) -> None:
+        """A Step to a subscriber, with the events that it has not been told."""
+        first = connection.next_event
+        assert first is not None
+        events, next_seq = self._event_log.since(first), self._event_log.next_seq
+        if events is None:
+            self._send(connection, CacheSnapshot(self._engine.block_pool.snapshot(), next_seq))
+            first, events = next_seq, []
+        connection.next_event = next_seq
+        self._send(connection, Step(outputs, failed, stats, events, first))
+
+    def _subscribe(self, connection: Connection, message: Subscribe) -> None:
+        self._event_log.append(*self._engine.take_events())
+        # -1 is never kept: what another process counted says nothing of this one's cache
+        connection.next_event = message.next_seq if message.instance == self._instance else -1
+        self._tell(connection, [], [], self._engine.stats())
 
     def _submit(self, connection: Connection, request: Request) -> None:
         try:
@@ -145,6 +185,7 @@ class ReplicaProcess:
     def _abort(self, connection: Connection, message: Abort) -> None:
         if self._owners.get(message.request_id) is not connection:
             return  # ended already, or somebody else's
+        self._aborted = True
         self._sample_ended(message.request_id, self._engine.abort(message.request_id, message.sample_index))
         if self._left(message.request_id) == 0:
             self._forget(message.request_id)
@@ -186,6 +227,7 @@ class ReplicaProcess:
                 pid=os.getpid(),
                 model=self._spec.model,
                 role="unified",
+                instance=self._instance,
                 **self._engine.hello_fields,
             ),
         )
@@ -214,12 +256,16 @@ class ReplicaProcess:
             self._submit(connection, message.request)
         elif isinstance(message, Abort):
             self._abort(connection, message)
+        elif isinstance(message, Subscribe):
+            self._subscribe(connection, message)
         elif isinstance(message, Drain):
             self._draining = True
         elif isinstance(message, Probe):
             self._send(connection, Health(message.nonce, self._draining, self._engine.stats()))
 
     def _send(self, connection: Connection, message: Any) -> None:
+        if connection not in self._connections:
+            return
         try:
             connection.send(message)
         except ConnectionClosed as error:
@@ -243,6 +289,7 @@ class ReplicaProcess:
         self._selector.unregister(connection)
         connection.close()
         aborted = list(connection.requests)
+        self._aborted = self._aborted or bool(aborted)
         for request_id in aborted:
             self._engine.abort(request_id)
             self._owners.pop(request_id, None)

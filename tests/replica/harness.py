@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.core.knobs import EngineConfig, LogConfig
 from headrace.core.launch import ReplicaSpec
-from headrace.core.messages import Abort, Failed, Health, Hello, Output, Probe, Step, Submit
+from headrace.core.messages import Abort, Failed, Health, Hello, Output, Probe, Step, Submit, Subscribe
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.core.wire import encode_frame, gateway_decoder
 
@@ -103,6 +103,9 @@ class Peer:
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:
         self.send(Abort(request_id, sample_index))
+
+    def subscribe(self, next_seq: int = 0, instance: str = "") -> None:
+        self.send(Subscribe(next_seq, instance))
 
     def receive(self) -> Any:
         """The next message, or None once the replica has closed the connection."""

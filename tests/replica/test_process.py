@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.knobs import LogConfig
-from headrace.core.messages import Drain, Submit
+from headrace.core.messages import Drain, Health, Probe, Submit
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.core.wire import encode_frame
 from tests.models.tiny import make_tiny
@@ -56,13 +56,14 @@ def test_hello_says_what_it_can_do(replica: Replica, peer: Peer) -> None:
     )
     assert (hello.vocab_size, hello.max_model_len, hello.block_size) == (320, 500, 4)
     assert hello.dtype == "float32" and hello.eos_token_ids == [1] and len(hello.root_identity) == 32
+    assert hello.hardware.startswith("cpu x1 ") and hello.instance
     assert hello.kv_bytes > 0 and hello.weights_bytes > 0
     assert replica.events[0]["event"] == "loading" and replica.events[-1] == {"event": "ready"}
     assert replica.events[-2]["done"] == replica.events[-2]["total"]
     assert replica.socket.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_steps_carry_outputs_stats_and_events(peer: Peer, replica: Replica) -> None:
+def test_steps_carry_outputs_and_stats_and_reach_who_asked(peer: Peer, replica: Replica) -> None:
     other = replica.connect()
     before = peer.probe().stats
     peer.submit("a", list(range(2, 22)), max_tokens=6)
@@ -73,12 +74,12 @@ def test_steps_carry_outputs_stats_and_events(peer: Peer, replica: Replica) -> N
     assert steps[-1].outputs[0].finish_reason == "length"
     assert steps[-1].stats.num_steps - before.num_steps == len(steps) == 6
     assert steps[-1].stats.generation_tokens - before.generation_tokens == 6
-    assert any(step.events for step in steps)
-    # the other peer sees the events and stats of the same steps, not the outputs
-    seen = [other.step() for _ in steps]
-    assert [step.events for step in seen] == [step.events for step in steps]
-    assert [step.event_seq for step in seen] == [step.event_seq for step in steps]
-    assert all(step.outputs == [] for step in seen)
+    assert [step.outputs[0].timing is not None for step in steps] == [True] + 5 * [False]
+    assert not any(step.events for step in steps), "it did not subscribe"
+    # nobody is woken for another's tokens: the answer to a probe is the first that the other hears
+    other.send(Probe(7))
+    health = other.receive()
+    assert isinstance(health, Health) and health.nonce == 7
     other.close()
 
 
@@ -296,6 +297,26 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(how: str, folder: Path
             pass
         assert replica.process.wait(PATIENCE_S) == 0
         assert not replica.socket.exists()
+    finally:
+        replica.stop()
+
+
+def test_a_signal_right_after_ready_drains(folder: Path, tmp_path: Path) -> None:
+    replica = Replica(folder, tmp_path).wait_ready()
+    try:
+        replica.process.send_signal(signal.SIGTERM)
+        assert replica.process.wait(PATIENCE_S) == 0
+        assert not replica.socket.exists()
+    finally:
+        replica.stop()
+
+
+def test_it_stops_loading_when_nobody_listens(folder: Path, tmp_path: Path) -> None:
+    replica = Replica(folder, tmp_path)
+    try:
+        assert replica.process.stdout is not None
+        replica.process.stdout.close()
+        assert replica.process.wait(PATIENCE_S) == 1
     finally:
         replica.stop()
 
