@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,6 +46,7 @@ class Dispatcher:
         log: logging.Logger,
         make_worker: MakeWorker | None = None,
         on_hang: Callable[[str, int], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``make_worker`` is for servers that are not ours. ``on_hang`` is told the replica and the pid of a
         process of ours that this one has given up; only where the placer has no connection of its own."""
@@ -52,6 +54,7 @@ class Dispatcher:
         self.config = config
         self.log = log
         self.budget = RetryBudget(config.retry_budget)
+        self.clock = clock
         self.loop: asyncio.AbstractEventLoop
         self._make_worker = make_worker
         self._on_hang = on_hang

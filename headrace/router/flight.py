@@ -9,14 +9,13 @@ sent again; afterwards each such sample is sent alone, its output so far behind 
 (Request.num_output_tokens), so that the next token is the one that would have come. Tokens reach the sink
 once each: they are noted as they are handed on, and what a former worker still says falls on deaf ears.
 
-Times are seconds of ``time.perf_counter``.
+Times are seconds of the dispatcher's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -89,7 +88,7 @@ class Flight:
     def __init__(self, dispatcher: Dispatcher, request: Request, sink: Sink, caller_id: str) -> None:
         self.request = request
         self.placement: Placement | None = None  # the latest; None while it waits for one
-        self.submitted_at = perf_counter()
+        self.submitted_at = dispatcher.clock()
         self.placed_at = 0.0  # the first time
         self.first_token_at = 0.0
         self.last_token_at = 0.0
@@ -160,7 +159,7 @@ class Flight:
 
     def on_placed(self, placement: Placement) -> None:
         """A replica and a lease on it."""
-        now = perf_counter()
+        now = self._dispatcher.clock()
         self.placement = placement
         self.placed_at = self.placed_at or now
         self.lease_placed_at = now
@@ -219,7 +218,7 @@ class Flight:
                 leg = self._leg = Leg(self)
                 # Not from within submit: the sink does not know its flight yet.
                 dispatcher.loop.call_soon(leg.forward, self._sink, text_worker)
-            elif perf_counter() < deadline:
+            elif dispatcher.clock() < deadline:
                 dispatcher.hurry(replica_id)
                 self._connecting = dispatcher.loop.call_later(RETRY_S, self._launch, deadline)
             else:
@@ -272,7 +271,7 @@ class Flight:
 
     def on_outputs(self, outputs: list[Output]) -> None:
         """Notes one step's tokens and hands them on."""
-        now = perf_counter()
+        now = self._dispatcher.clock()
         samples = self._samples
         num_tokens = 0
         stopped = False
@@ -344,7 +343,7 @@ class Flight:
             may_move = self._num_refusals <= MAX_REFUSALS
         else:
             may_move = self.num_rescues < dispatcher.config.max_rescues and (
-                outcome == "replica_gone" or dispatcher.budget.take(perf_counter())
+                outcome == "replica_gone" or dispatcher.budget.take(dispatcher.clock())
             )
             self.num_rescues += may_move
         if may_move:
@@ -355,12 +354,12 @@ class Flight:
     def text_began(self) -> None:
         """A server that takes text began to answer."""
         if not self._lease_began_at:
-            now = self._lease_began_at = self.first_token_at = perf_counter()
+            now = self._lease_began_at = self.first_token_at = self._dispatcher.clock()
             self._dispatcher.placer.began(self.request.request_id, now - self.lease_placed_at, 0)
 
     def text_ended(self, outcome: Outcome, num_output_tokens: int) -> None:
         """A server that takes text has answered, or was given up."""
-        self.last_token_at = perf_counter()
+        self.last_token_at = self._dispatcher.clock()
         self._lease_num_tokens = num_output_tokens
         self._end(outcome)
 

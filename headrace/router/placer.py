@@ -112,11 +112,13 @@ class LocalPlacer:
         on_hang: Callable[[str, int], None] | None = None,
         watch_idle: bool = False,
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``on_hang`` is told the replica and the pid of a process of ours that does not answer any more;
         ``watch_idle``: also when no request goes through this process's own connection."""
         self.router = Router(config, seed=seed)
         self._config = config
+        self._clock = clock
         self._log = log
         self._make_monitor = make_monitor
         self._on_hang = on_hang
@@ -144,7 +146,7 @@ class LocalPlacer:
                 handle.cancel()
         waiters, self._waiters = self._waiters, {}
         for request_id, waiter in waiters.items():
-            self.router.release(request_id, "aborted", 0, 0.0, time.monotonic())
+            self.router.release(request_id, "aborted", 0, 0.0, self._clock())
             waiter.on_refused(UnavailableError("the router is shutting down", code="shutting_down"))
         self._listeners.clear()
         for replica_id in list(self._endpoints):
@@ -157,7 +159,7 @@ class LocalPlacer:
     def place(self, route: Route, waiter: Waiter) -> None:
         """See Placer."""
         try:
-            placement = self.router.place(route, time.monotonic(), time.time())
+            placement = self.router.place(route, self._clock(), time.time())
         except HeadraceError as error:
             waiter.on_refused(error)
             return
@@ -170,18 +172,18 @@ class LocalPlacer:
 
     def adopt(self, lease: Lease) -> None:
         """A placement that runs since before this router did."""
-        self.router.adopt(lease, time.monotonic())
+        self.router.adopt(lease, self._clock())
 
     def began(self, request_id: str, ttft_s: float, num_cached_tokens: int) -> None:
         """See Placer."""
-        self.router.began(request_id, ttft_s, num_cached_tokens, time.monotonic())
+        self.router.began(request_id, ttft_s, num_cached_tokens, self._clock())
 
     def release(
         self, request_id: str, outcome: Outcome, num_output_tokens: int = 0, decode_s: float = 0.0
     ) -> None:
         """See Placer."""
         self._waiters.pop(request_id, None)
-        self.router.release(request_id, outcome, num_output_tokens, decode_s, time.monotonic())
+        self.router.release(request_id, outcome, num_output_tokens, decode_s, self._clock())
         if self._waiters:
             self._wake()
 
@@ -195,7 +197,7 @@ class LocalPlacer:
             if handle is not None:
                 handle.cancel()
         self._poll_soon = self._poll_later = None
-        for request_id, answer in self.router.poll(time.monotonic(), time.time()):
+        for request_id, answer in self.router.poll(self._clock(), time.time()):
             waiter = self._waiters.pop(request_id, None)
             if waiter is None:
                 continue  # released by what an earlier one in this list did
@@ -230,7 +232,7 @@ class LocalPlacer:
             self.remove_endpoint(replica_id)
             before = None
         self._endpoints[replica_id] = endpoint
-        self.router.set_endpoint(endpoint, time.monotonic())
+        self.router.set_endpoint(endpoint, self._clock())
         if before is None:
             self._connect(endpoint)
         self._changed()
@@ -241,7 +243,7 @@ class LocalPlacer:
     def remove_endpoint(self, replica_id: str) -> None:
         """See Placer. What still runs there through the router's own connection moves on."""
         if replica_id in self._endpoints:
-            self.router.remove_endpoint(replica_id, time.monotonic())
+            self.router.remove_endpoint(replica_id, self._clock())
             self._disconnect(replica_id)
             self._changed()
 
@@ -312,7 +314,7 @@ class LocalPlacer:
             num_blocks=num_blocks,
             block_size=block_size,
             hardware=hardware,
-            now=time.monotonic(),
+            now=self._clock(),
         )
         self._log.info("replica %s is up", replica_id)
         self._changed()
@@ -321,14 +323,14 @@ class LocalPlacer:
         """A replica does not answer."""
         if replica_id not in self._endpoints:
             return
-        self.router.down(replica_id, time.monotonic())
+        self.router.down(replica_id, self._clock())
         self._log.warning("replica %s is down: %s", replica_id, reason)
         self._changed()
 
     def on_stats(self, replica_id: str, stats: Stats) -> None:
         """A replica's load."""
         if replica_id in self._endpoints:
-            self.router.on_stats(replica_id, stats, time.monotonic())
+            self.router.on_stats(replica_id, stats, self._clock())
             if self._waiters:
                 self._wake()
 
@@ -336,7 +338,7 @@ class LocalPlacer:
         """What entered and left a replica's cache; where something is missing, the replica is asked again."""
         if replica_id not in self._endpoints:
             return
-        next_seq = self.router.on_events(replica_id, first_seq, events, time.monotonic())
+        next_seq = self.router.on_events(replica_id, first_seq, events, self._clock())
         client = self._clients.get(replica_id)
         if next_seq is not None and client is not None:
             self._log.info("replica %s: cache events are missing from %d on", replica_id, next_seq)
@@ -345,7 +347,7 @@ class LocalPlacer:
     def on_snapshot(self, replica_id: str, snapshot: CacheSnapshot) -> None:
         """All that a replica's cache holds."""
         if replica_id in self._endpoints:
-            self.router.on_snapshot(replica_id, snapshot, time.monotonic())
+            self.router.on_snapshot(replica_id, snapshot, self._clock())
 
     # Questions
 
