@@ -1,9 +1,9 @@
 """Inference servers that are not ours, behind Headrace's gateway.
 
-    recognise   which server it is and what it offers           monitor     is it there, how busy is it
-    http_client one keep-alive pool a worker                     kv_events   what vLLM's cache holds
-    engine files: vllm, sglang, llama_server, tensorrt_llm, openai_text
-    worker      tokens in and out                                text_worker bodies as they are
+recognise   which server it is and what it offers           monitor     is it there, how busy is it
+http_client one keep-alive pool a worker                     kv_events   what vLLM's cache holds
+engine files: vllm, sglang, llama_server, tensorrt_llm, openai_text
+worker      tokens in and out                                text_worker bodies as they are
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from headrace.router.external.monitor import ExternalMonitor, MonitorListener
 from headrace.router.external.text_worker import TextWorker
 from headrace.router.external.worker import ExternalWorker
 
-__all__ = ["ExternalMonitor", "ExternalWorker", "MonitorListener", "TextWorker", "make_monitor", "make_worker"]
+__all__ = [
+    "ExternalMonitor",
+    "ExternalWorker",
+    "MonitorListener",
+    "TextWorker",
+    "make_monitor",
+    "make_worker",
+]
 
 
 def make_worker(
