@@ -157,8 +157,7 @@ class HttpConnection(asyncio.Protocol):
 
     # What asyncio calls
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self.write = transport.write
         self.deadline = self._loop.time() + self.limits.idle_timeout_s
@@ -240,7 +239,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # and not in a trailer
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.strip(b" \t")))
 
     def on_headers_complete(self) -> None:
         if self._replaying:
@@ -286,7 +285,7 @@ class HttpConnection(asyncio.Protocol):
             elif name == _CONTENT_LENGTH:
                 length = int(value)  # digits, the parser has seen to it
             elif name == _TRANSFER_ENCODING:
-                if value.strip().lower() != b"chunked":
+                if value.lower() != b"chunked":
                     raise _Refusal(400, "the only transfer coding accepted is chunked")
                 length = None
             elif name == b"authorization":
