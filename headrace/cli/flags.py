@@ -9,7 +9,7 @@ import argparse
 import difflib
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +20,8 @@ from headrace.core.errors import UsageError
 PREFIX = "HEADRACE_"
 # Read by the scripts, before there is a headrace to ask.
 NOT_KNOBS = {"HEADRACE_VENV", "HEADRACE_PYTHON"}
+LONG_HELP = "`headrace serve --help` lists what there is"
+MAX_LISTED_KEYS = 20
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -112,19 +114,31 @@ def check_names(
     configs: Iterable[type[msgspec.Struct]],
     environment: Mapping[str, str],
     file: Mapping[str, FileValue],
+    also: Iterable[str] = (),
 ) -> list[str]:
-    """Warnings about HEADRACE_* variables that mean nothing; an unknown file key is a UsageError."""
+    """Warnings about HEADRACE_* variables that mean nothing; an unknown file key is a UsageError.
+
+    ``also`` are keys of the file that stand for no knob.
+    """
     knobs = [knob for config in configs for knob in knobs_of(config)]
-    names = {knob.name for knob in knobs}
+    names = [knob.name for knob in knobs] + list(also)
     for key, value in file.items():
         if key not in names:
-            raise UsageError(f"{value.where}: unknown key {key!r}", hint=_did_you_mean(key, names))
+            known = LONG_HELP if len(names) > MAX_LISTED_KEYS else f"there are: {', '.join(names)}"
+            raise UsageError(f"{value.where}: unknown key {key!r}", hint=_did_you_mean(key, names, known))
     variables = {knob.variable for knob in knobs}
     return [
-        f"{name} is set but means nothing; {_did_you_mean(name, variables)}"
+        f"{name} is set but means nothing; {_did_you_mean(name, variables, LONG_HELP)}"
         for name in environment
         if name.startswith(PREFIX) and name not in variables | NOT_KNOBS
     ]
+
+
+def is_given(
+    name: str, flags: Mapping[str, Any], environment: Mapping[str, str], file: Container[str]
+) -> bool:
+    """Whether a knob was set anywhere, be it to its default."""
+    return name in flags or PREFIX + name.upper() in environment or name in file
 
 
 def non_defaults(config: msgspec.Struct) -> list[str]:
@@ -149,9 +163,9 @@ def _convert(knob: Knob, value: Any, where: str) -> Any:
         raise UsageError(f"{where}: {wanted}, got {shown}", hint=knob.description, param=knob.name) from None
 
 
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
+def _did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
     close = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {close[0]}?" if close else "`headrace serve --help` lists what there is"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def _bare(annotated: Any) -> Any:

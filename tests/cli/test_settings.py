@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import build_parser, main
-from headrace.cli.serve import Settings, load_settings
+from headrace.cli.settings import Settings, load_settings
 from headrace.core.errors import UsageError
 from headrace.models.packages import DEFAULT_MODEL
 
@@ -27,19 +27,19 @@ def config_file(tmp_path: Path) -> Path:
 
 def test_defaults() -> None:
     given = settings()
-    assert given.model == DEFAULT_MODEL
+    assert given.deployment.models[0].model == DEFAULT_MODEL
     assert (given.gateway.host, given.gateway.port) == ("127.0.0.1", 8000)
     assert given.warnings == []
 
 
 def test_precedence(config_file: Path) -> None:
     file = ("--config", str(config_file))
-    assert settings(*file).model == "from-file"
+    assert settings(*file).deployment.models[0].model == "from-file"
     assert settings(*file).gateway.port == 1
     assert settings(*file).gateway.api_key == ["a", "b"]
     assert settings(*file, HEADRACE_PORT="2").gateway.port == 2
     assert settings(*file, "--port", "3", HEADRACE_PORT="2").gateway.port == 3
-    assert settings("m", *file).model == "m"
+    assert settings("m", *file).deployment.models[0].model == "m"
 
 
 def test_booleans_and_lists() -> None:

@@ -1,0 +1,106 @@
+"""Talks to a running server on its control socket, for the commands ps, why, scale and reload."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+from headrace.cli.flags import load_config
+from headrace.core.control import Done, FromServer, Progress, Refusal, ToServer, control_path
+from headrace.core.errors import EngineError, UnavailableError
+from headrace.core.knobs import GatewayConfig
+from headrace.core.wire import FrameDecoder, FrameError, encode_frame
+
+ANSWER_TIMEOUT_S = 30.0
+RECEIVE_BYTES = 1 << 16
+
+
+def add_port(parser: argparse.ArgumentParser) -> None:
+    """``--port`` as `headrace serve` has it."""
+    default = GatewayConfig().port
+    parser.add_argument(
+        "--port",
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help=f"port of the running server [HEADRACE_PORT; default: {default}]",
+    )
+
+
+def ask(arguments: argparse.Namespace, message: ToServer, *, timeout_s: float | None) -> FromServer:
+    """The server's last word about ``message``; its progress goes to stderr meanwhile.
+
+    ``timeout_s`` bounds each wait for a word (None: no bound). Raises what the server refuses with, and
+    UnavailableError when none listens.
+    """
+    given = {"port": arguments.port} if "port" in arguments else {}
+    port = load_config(GatewayConfig, given, os.environ, {}).port
+    for reply in _replies(port, message, timeout_s):
+        if isinstance(reply, Progress):
+            print(reply.line, file=sys.stderr, flush=True)
+            continue
+        if isinstance(reply, Refusal):
+            error = reply.failed.to_error()
+            error.hint = reply.hint
+            raise error
+        return reply
+    raise UnavailableError(
+        f"the server on port {port} hung up before it was done", hint="its log, on its stderr, says why"
+    )
+
+
+def run_long(arguments: argparse.Namespace, message: ToServer) -> int:
+    """Has the server do something that takes its time; prints what came of it."""
+    reply = ask(arguments, message, timeout_s=None)
+    if not isinstance(reply, Done):
+        raise _unexpected(reply)
+    print(reply.line)
+    return 0
+
+
+def _replies(port: int, message: ToServer, timeout_s: float | None) -> Iterator[FromServer]:
+    decoder: FrameDecoder[FromServer] = FrameDecoder(FromServer)
+    with _connect(port) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.sendall(encode_frame(message))
+            while data := connection.recv(RECEIVE_BYTES):
+                yield from decoder.feed(data)
+        except TimeoutError:
+            raise UnavailableError(
+                f"the server on port {port} did not answer within {timeout_s:.0f} s",
+                hint="it may be overloaded; try again, or look at its log",
+            ) from None
+        except ConnectionError:
+            return
+        except FrameError as error:
+            raise EngineError(
+                f"the server on port {port} speaks another language: {error}",
+                hint="is it another version of headrace?",
+            ) from error
+
+
+def _connect(port: int) -> socket.socket:
+    path = control_path(port)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(path))
+    except OSError as error:
+        connection.close()
+        if isinstance(error, PermissionError):
+            raise UnavailableError(
+                f"the server on port {port} belongs to another user", hint=f"see who owns {path}"
+            ) from error
+        raise UnavailableError(
+            f"no headrace server runs on port {port}",
+            hint="start one with `headrace serve`, or name its port with --port",
+        ) from error
+    return connection
+
+
+def _unexpected(reply: FromServer) -> EngineError:
+    return EngineError(
+        f"the server answered with {type(reply).__name__}", hint="is it another version of headrace?"
+    )

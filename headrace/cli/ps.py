@@ -1,0 +1,117 @@
+"""ps: show the replicas of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from headrace.cli.control_client import ANSWER_TIMEOUT_S, add_port, ask
+from headrace.core.control import Ps, PsReply
+from headrace.core.routing import FleetStatus, ReplicaStatus
+
+# A table that is piped somewhere is not folded.
+PIPE_WIDTH = 250
+COLUMNS = (
+    "replica",
+    "model",
+    "kind",
+    "state",
+    "queue",
+    "running",
+    "KV %",
+    "prefix hits %",
+    "prefill tok/s",
+    "TTFT ms, predicted",
+    "TTFT ms, actual",
+    "in flight",
+    "rescues",
+    "faults",
+    "breaker",
+    "restarts",
+)
+NUM_TEXT_COLUMNS = 4
+UNKNOWN = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_port(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    reply = ask(arguments, Ps(), timeout_s=ANSWER_TIMEOUT_S)
+    assert isinstance(reply, PsReply)
+    if arguments.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(reply.status)) + b"\n")
+    else:
+        _print(reply.status)
+    return 0
+
+
+def _print(status: FleetStatus) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if index < NUM_TEXT_COLUMNS else "right", overflow="fold")
+    for replica in status.replicas:
+        table.add_row(*cells(replica), style=None if replica.member.state == "ready" else "yellow")
+    console.print(table)
+    gateways = f", gateways: {', '.join(status.gateways)}" if status.gateways else ""
+    console.print(
+        f"policy {status.policy}, waiting in the router: {status.num_queued}{gateways}", markup=False
+    )
+    for line in notes(status):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def cells(replica: ReplicaStatus) -> list[str]:
+    """One row of the table, in the order of COLUMNS."""
+    endpoint, capabilities = replica.member.endpoint, replica.member.capabilities
+    kind = capabilities.kind if capabilities is not None else endpoint.kind
+    load = capabilities is not None and capabilities.load
+    return [
+        endpoint.replica_id,
+        endpoint.model,
+        (kind or "unknown") + (", overflow" if endpoint.overflow else ""),
+        replica.member.state,
+        str(replica.num_waiting) if load else UNKNOWN,
+        str(replica.num_running) if load else UNKNOWN,
+        f"{100 * replica.kv_cache_usage:.1f}" if load else UNKNOWN,
+        _share(replica.prefix_cache_hits, replica.prefix_cache_queries),
+        f"{replica.prefill_rate:,.0f}" if replica.prefill_rate else UNKNOWN,
+        _milliseconds(replica.predicted_ttft_s),
+        _milliseconds(replica.ttft_s),
+        str(replica.num_in_flight),
+        str(replica.num_rescued),
+        str(replica.num_faults),
+        replica.breaker,
+        str(endpoint.num_restarts),
+    ]
+
+
+def notes(status: FleetStatus) -> list[str]:
+    """What the table has no room for: a replica's own words, and what its interface cannot do."""
+    lines = []
+    for replica in status.replicas:
+        name = replica.member.endpoint.replica_id
+        if replica.note:
+            lines.append(f"{name}: {replica.note}")
+        capabilities = replica.member.capabilities
+        lines += [f"{name}: {limit}" for limit in (capabilities.limits if capabilities is not None else [])]
+    return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else UNKNOWN
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f}" if seconds else UNKNOWN
