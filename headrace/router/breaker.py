@@ -67,7 +67,8 @@ class Breaker:
             self._in_row = FAULTS - 1
             self._faults = self._ended = 0.0
 
-    def on_finished(self, now: float) -> None:
+    def on_finished(self, request_id: str, now: float) -> None:
+        self.on_began(request_id)
         self._fade(now)
         self._ended += 1
         self._in_row = 0

@@ -2,7 +2,7 @@
 
     blocks      key ──► replicas that hold it            exact: fed by cache events, or guessed: ``assume``
     coming      key ──► replicas that will compute it    requests placed there whose blocks are not stored yet
-    per slot    key ──► when it was used last            what to forget, oldest first, and what to clear
+    per slot    its keys, oldest first                   what to forget, and what to clear
 
 Replicas are bits of an int (their *slot*), so that one look-up per block follows all replicas at once. A
 key is the first 8 of an identity's 32 bytes: a collision (about 1 in 10^7 for a million blocks) would
@@ -37,7 +37,7 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._blocks: dict[int, int] = {}
         self._coming: dict[int, int] = {}
-        self._slots: list[OrderedDict[int, float] | dict[int, float] | None] = []
+        self._slots: list[OrderedDict[int, float] | dict[int, float] | None] = []  # guesses: when used last
         self._claims: list[dict[int, int]] = []  # slot → key → requests that will compute it
         self._free_slots: list[int] = []
         self._shared_masks: dict[int, int] = {}
@@ -99,7 +99,7 @@ class PrefixIndex:
 
     # Exact: a replica's own word
 
-    def store(self, slot: int, keys: Iterable[int], now: float) -> None:
+    def store(self, slot: int, keys: Iterable[int]) -> None:
         """The replica holds these blocks."""
         bit = 1 << slot
         blocks, share = self._blocks, self._shared_masks.setdefault
@@ -108,23 +108,18 @@ class PrefixIndex:
         for key in keys:
             mask = find(key, 0) | bit
             blocks[key] = share(mask, mask)
-            held[key] = now
+            held[key] = 0.0
         if len(self._shared_masks) > MAX_SHARED_MASKS:
             self._shared_masks.clear()
         if len(held) > self._max_blocks:  # a sixteenth more, as finding the oldest costs a walk
             self._forget_oldest(slot, len(held) - self._max_blocks + self._max_blocks // 16)
 
-    def remove(self, slot: int, keys: Iterable[int]) -> float:
-        """The replica evicted these blocks; unknown ones are ignored. Returns when the last of them that
-        was known had been used, or 0."""
+    def remove(self, slot: int, keys: Iterable[int]) -> None:
+        """The replica evicted these blocks; unknown ones are ignored."""
         held = self._held(slot)
-        used = 0.0
         for key in keys:
-            at = held.pop(key, None)
-            if at is not None:
+            if held.pop(key, None) is not None:
                 self._unmark(self._blocks, key, slot)
-                used = at
-        return used
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing any more."""

@@ -23,10 +23,12 @@ from headrace.core.routing import (
     ModelInfo,
     Placement,
     ReplicaState,
+    ReplicaStatus,
     Route,
 )
 from headrace.router.breaker import Breaker
-from headrace.router.decisions import Entry
+from headrace.router.cache_feed import CacheFeed
+from headrace.router.decisions import Entry, Seen
 from headrace.router.rates import Rates
 
 DEFAULT_MAX_IN_FLIGHT = 64
@@ -35,12 +37,13 @@ LOOKAHEAD_SHARE = 4  # a quarter
 SUSPECT_S = 1.0
 UNKNOWN_CAPACITY_TOKENS = 100_000
 PRESSURE_HALF_LIFE_S = 120.0
+TTFT_STEP = 0.1
 
 
 class OpenLease:
     """A placement that has not been released. ``replica`` is None once its process is gone."""
 
-    __slots__ = ("alone", "began", "claimed", "entry", "keys", "num_new_tokens", "num_samples",
+    __slots__ = ("alone", "began", "claimed", "delayed", "entry", "keys", "num_new_tokens", "num_samples",
                  "num_uncached_tokens", "placed_at", "placement", "replica", "route")  # fmt: skip
 
     def __init__(
@@ -65,24 +68,26 @@ class OpenLease:
         self.claimed = claimed
         self.entry = entry
         self.began = False
-        self.alone = False
+        self.alone = False  # nothing was ahead of it when it was placed
+        self.delayed = False  # it may have waited for others to end: its time says nothing of the rate
 
 
 class Replica:
     """One replica. Policies read it (``policies.base.ReplicaView``); the router writes it."""
 
     __slots__ = (
-        "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected",
-        "endpoint", "free_tokens", "hardware", "head_tokens", "healing_until", "instance", "last_turn",
-        "leases", "max_in_flight", "model", "next_seq", "num_blocks", "num_faults", "num_in_flight",
-        "num_index_resets", "num_placed", "num_queued_tokens", "num_rescued", "num_running", "num_ttfts",
-        "open", "predicted_ttft_s", "pressure", "price_per_hour", "rates", "replica_id", "reported", "slot",
-        "stats", "suspect_until", "takes_text", "takes_tokens", "tells_cache", "ttft_error_s", "ttft_s", "unbegun", "window",
+        "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected", "endpoint",
+        "feed", "free_tokens", "hardware", "head_tokens", "instance", "last_turn", "leases",
+        "max_in_flight", "model", "num_blocks", "num_faults", "num_in_flight", "num_placed",
+        "num_queued_tokens", "num_rescued", "num_running", "num_ttfts", "open", "predicted_ttft_s",
+        "pressure", "price_per_hour", "rates", "replica_id", "reported", "slot", "stats", "suspect_until",
+        "takes_text", "takes_tokens", "tells_cache", "ttft_error_s", "ttft_s", "unbegun", "window",
     )  # fmt: skip
 
-    def __init__(self, endpoint: Endpoint, slot: int) -> None:
+    def __init__(self, endpoint: Endpoint, feed: CacheFeed, slot: int) -> None:
         self.replica_id = endpoint.replica_id
         self.endpoint = endpoint
+        self.feed = feed
         self.slot = slot
         self.connected = False
         self.instance = ""
@@ -95,8 +100,6 @@ class Replica:
         self.capacity_tokens = 0
         self.free_tokens = 0
         self.stats = Stats()
-        self.next_seq = 0
-        self.healing_until = 0.0
         # what runs
         self.leases: dict[str, OpenLease] = {}
         self.unbegun: dict[str, OpenLease] = {}
@@ -114,7 +117,6 @@ class Replica:
         self.num_placed = 0
         self.num_faults = 0
         self.num_rescued = 0
-        self.num_index_resets = 0
         self.num_ttfts = 0
         self.ttft_s = 0.0
         self.predicted_ttft_s = 0.0
@@ -193,6 +195,10 @@ class Replica:
         if lease.began:
             self.num_running += lease.num_samples
             return
+        num_tokens = lease.route.num_prompt_tokens + self.num_queued_tokens
+        lease.delayed = self.num_in_flight > self.max_in_flight or (
+            self.capacity_tokens > 0 and num_tokens > self.free_tokens
+        )
         if not self.unbegun:
             lease.alone = True
             self.busy_since = now
@@ -248,6 +254,52 @@ class Replica:
         head = next(iter(self.unbegun.values())).num_uncached_tokens if self.unbegun else 0
         assert self.head_tokens == head
 
+    def on_ttft(self, ttft_s: float, predicted_s: float) -> None:
+        """Compares a prediction with what came."""
+        self.num_ttfts += 1
+        step = max(TTFT_STEP, 1.0 / self.num_ttfts)
+        self.ttft_s += step * (ttft_s - self.ttft_s)
+        self.predicted_ttft_s += step * (predicted_s - self.predicted_ttft_s)
+        self.ttft_error_s += step * (abs(ttft_s - predicted_s) - self.ttft_error_s)
+
+    def seen(self, num_cached_tokens: int, score: float, ttft_s: float) -> Seen:
+        """Itself as it is now, for the record of a decision."""
+        capacity = self.capacity_tokens
+        usage = 1.0 - self.free_tokens / capacity if capacity else 0.0
+        return Seen(
+            self.replica_id,
+            score,
+            ttft_s,
+            num_cached_tokens,
+            self.num_queued_tokens,
+            self.num_in_flight,
+            self.num_running,
+            usage,
+        )
+
+    def status(self, num_indexed_blocks: int) -> ReplicaStatus:
+        stats, rates = self.stats, self.rates
+        return ReplicaStatus(
+            member=self.member(),
+            num_in_flight=self.num_in_flight,
+            num_running=stats.num_running or self.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+            prefill_rate=rates.prefill_rate,
+            decode_rate=rates.decode_rate,
+            ttft_s=self.ttft_s,
+            predicted_ttft_s=self.predicted_ttft_s,
+            ttft_error_s=self.ttft_error_s,
+            num_placed=self.num_placed,
+            num_faults=self.num_faults,
+            num_rescued=self.num_rescued,
+            breaker=self.breaker.state,
+            num_indexed_blocks=num_indexed_blocks,
+            num_index_resets=self.feed.num_resets,
+        )
+
     def member(self) -> Member:
         return Member(
             endpoint=self.endpoint, state=self.state, instance=self.instance, capabilities=self.capabilities
@@ -282,6 +334,45 @@ class Registry:
         """
         return self._groups.get((model, text_only), [])
 
+    def candidates(self, route: Route, now: float) -> list[Replica]:
+        """Replicas that may take it now: of the first group in which any has room.
+
+        Those that failed it are used again only when no other is up.
+        """
+        num_samples, exclude = route.num_samples, route.exclude
+        groups = self.groups(route.model, route.text_only)
+        if route.attempt and not route.text_only and groups and groups[0][0].takes_tokens:
+            # what has begun in tokens cannot go on as text
+            groups = [group for group in groups if group[0].takes_tokens]
+        others_up = False
+        for group in groups:
+            found = [r for r in group if r.open and not r.why_not(num_samples, now)]
+            if exclude:
+                found = [r for r in found if r.replica_id not in exclude]
+                others_up |= any(r.open and r.replica_id not in exclude for r in group)
+            if found:
+                return found
+        if exclude and not others_up:
+            return [r for group in groups for r in group if not r.why_not(num_samples, now)]
+        return []
+
+    def excluded(self, route: Route, candidates: list[Replica], now: float) -> list[tuple[str, str]]:
+        """The model's other replicas, each with the reason why it was not considered."""
+        everyone = self.of_model(route.model)
+        if len(everyone) == len(candidates):
+            return []
+        reasons = []
+        for replica in everyone:
+            if replica not in candidates:
+                if replica.replica_id in route.exclude:
+                    reason = "failed this request before"
+                elif route.text_only and not replica.takes_text:
+                    reason = "takes tokens only"
+                else:
+                    reason = replica.why_not(route.num_samples, now) or "others have room"
+                reasons.append((replica.replica_id, reason))
+        return reasons
+
     def add(self, replica: Replica) -> None:
         assert replica.replica_id not in self._replicas, replica.replica_id
         self._replicas[replica.replica_id] = replica
@@ -308,10 +399,7 @@ class Registry:
 
     def fade(self, now: float) -> None:
         """Lets what was written into the caches fade, for all at once so that they stay comparable."""
-        elapsed = now - self._pressure_at
-        if elapsed < PRESSURE_HALF_LIFE_S / 16:
-            return
-        self._pressure_at = now
+        elapsed, self._pressure_at = now - self._pressure_at, now
         kept = 0.5 ** (elapsed / PRESSURE_HALF_LIFE_S)
         for replica in self._replicas.values():
             replica.pressure *= kept

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.core.errors import HeadraceError, OverloadedError, UnavailableError
+from headrace.core.errors import HeadraceError
 from headrace.core.knobs import RouterConfig
-from headrace.core.messages import BlocksRemoved, BlocksStored, CacheEvent, CacheSnapshot, Stats
+from headrace.core.messages import CacheEvent, CacheSnapshot, Stats
 from headrace.core.routing import (
     Capabilities,
     Decision,
@@ -27,21 +27,22 @@ from headrace.core.routing import (
     ModelInfo,
     Outcome,
     Placement,
-    ReplicaStatus,
     Route,
 )
-from headrace.router.decisions import Decisions, Entry, Seen
+from headrace.router.cache_feed import CacheFeed
+from headrace.router.decisions import Decisions, Entry
 from headrace.router.policies import make_policy
 from headrace.router.policies.base import RouteView
 from headrace.router.prefix_index import PrefixIndex, keys_of
 from headrace.router.recent import Popularity, Sessions
+from headrace.router.refusals import no_replica, queue_full, waited_too_long
 from headrace.router.registry import SUSPECT_S, OpenLease, Registry, Replica
 from headrace.router.waiting import LineKey, Waiter, Waiting
 
-HEAL_S = 5.0  # how long an answer to a Subscribe may take before the gap is told again
 SWEEP_S = 0.25
-MAX_RETRY_AFTER_S = 60
-TTFT_STEP = 0.1
+TIDY_S = 5.0
+
+Answer = tuple[str, Placement | HeadraceError]
 
 
 class Router:
@@ -49,24 +50,24 @@ class Router:
 
     def __init__(self, config: RouterConfig, *, seed: int = 0) -> None:
         self.config = config
-        self.version = 0  # changes whenever members() or models() would answer differently
         self._policy = make_policy(config.routing_policy, seed)
         self._registry = Registry()
         self._index = PrefixIndex(config.max_index_blocks)
         self._waiting = Waiting()
         self._decisions = Decisions()
         self._leases: dict[str, OpenLease] = {}
+        self._orphans: dict[str, list[OpenLease]] = {}  # adopted before their endpoint was set
         self._sessions = Sessions()
         self._popularity = Popularity()
         self._turn = 0
         self._had_endpoint = False
         self._sweep_at = 0.0
+        self._tidy_at = 0.0
 
     # Membership
 
     def set_endpoint(self, endpoint: Endpoint, now: float) -> None:
         """Adds a replica, or changes what is known of one."""
-        self.version += 1
         self._had_endpoint = True
         replica = self._registry.get(endpoint.replica_id)
         if replica is not None:
@@ -75,21 +76,19 @@ class Router:
             replica.refresh()
             self._registry.regroup()
             return
-        replica = Replica(endpoint, self._index.add_slot())
+        slot = self._index.add_slot()
+        replica = Replica(endpoint, CacheFeed(self._index, slot), slot)
         self._registry.add(replica)
-        for lease in self._leases.values():  # adopted before the supervisor spoke
-            if lease.replica is None and lease.placement.replica_id == endpoint.replica_id:
-                replica.attach(lease, now)
+        for lease in self._orphans.pop(endpoint.replica_id, []):
+            replica.attach(lease, now)
 
     def remove_endpoint(self, replica_id: str, now: float) -> None:
         """Forgets a replica; what still runs there is not counted any more. Unknown ids are ignored."""
         replica = self._registry.get(replica_id)
         if replica is None:
             return
-        self.version += 1
         for lease in list(replica.leases.values()):
             self._detach(lease, now)
-            del self._leases[lease.route.request_id]
         self._registry.remove(replica)
         self._index.drop_slot(replica.slot)
 
@@ -110,10 +109,9 @@ class Router:
         replica = self._registry.get(replica_id)
         if replica is None:
             return
-        self.version += 1
-        if replica.instance != instance:
+        if replica.instance and replica.instance != instance:
             self._reset(replica, now)
-            replica.instance = instance
+        replica.instance = instance
         replica.connected = True
         replica.capabilities = capabilities
         replica.model = model
@@ -123,7 +121,10 @@ class Router:
         replica.capacity_tokens = replica.free_tokens = num_blocks * block_size
         replica.hardware = replica.endpoint.hardware or hardware
         replica.suspect_until = 0.0
+        told = replica.tells_cache
         replica.refresh()
+        if replica.tells_cache != told:
+            self._index.clear(replica.slot)  # guesses are no knowledge
         self._registry.regroup()
         for mate in self._registry.of_model(replica.endpoint.model):
             if mate is not replica and mate.hardware == replica.hardware:
@@ -134,7 +135,6 @@ class Router:
         replica = self._registry.get(replica_id)
         if replica is None or not replica.connected:
             return
-        self.version += 1
         replica.connected = False
         replica.breaker.reset()
         replica.refresh()
@@ -164,45 +164,14 @@ class Router:
     def on_events(
         self, replica_id: str, first_seq: int, events: Sequence[CacheEvent], now: float
     ) -> int | None:
-        """None, or the number to subscribe from again because events are missing before ``first_seq``.
-
-        Events that were seen already are skipped. While the answer to a Subscribe is on its way the gap
-        is not told again.
-        """
+        """None, or the number to subscribe from again (see CacheFeed)."""
         replica = self._registry.get(replica_id)
-        if replica is None:
-            return None
-        expected = replica.next_seq
-        if first_seq > expected:
-            if now < replica.healing_until:
-                return None
-            replica.healing_until = now + HEAL_S
-            return expected
-        index, slot = self._index, replica.slot
-        for event in events[expected - first_seq :]:
-            if type(event) is BlocksStored:
-                index.store(slot, keys_of(b"".join(event.block_ids)), now)
-            elif type(event) is BlocksRemoved:
-                index.remove(slot, keys_of(b"".join(event.block_ids)))
-            else:
-                index.clear(slot)
-                replica.num_index_resets += 1
-        replica.next_seq = max(expected, first_seq + len(events))
-        replica.healing_until = 0.0
-        return None
+        return None if replica is None else replica.feed.on_events(first_seq, events, now)
 
     def on_snapshot(self, replica_id: str, snapshot: CacheSnapshot, now: float) -> None:
         replica = self._registry.get(replica_id)
-        if replica is None:
-            return
-        index, slot = self._index, replica.slot
-        if index.count(slot):
-            replica.num_index_resets += 1
-        index.clear(slot)
-        for stored in snapshot.stored:
-            index.store(slot, keys_of(b"".join(stored.block_ids)), now)
-        replica.next_seq = snapshot.next_seq
-        replica.healing_until = 0.0
+        if replica is not None:
+            replica.feed.on_snapshot(snapshot)
 
     # Requests
 
@@ -212,24 +181,23 @@ class Router:
         UnavailableError when no endpoint serves the model in this way, OverloadedError when too many wait.
         """
         assert route.request_id not in self._leases, f"{route.request_id} is placed already"
+        self._tidy(now)
         if not self._waiting or not self._waiting.is_ahead(route):
             placement = self._try_place(route, now, wall, 0.0)
             if placement is not None:
                 return placement
-        if not self._registry.groups(route.model, route.text_only) and self._had_endpoint:
-            raise self._no_replica(route)
-        if len(self._waiting) >= self.config.max_queue:
-            raise OverloadedError(
-                f"every replica of {route.model!r} is full and {len(self._waiting)} requests wait already",
-                hint="retry later, add replicas, or raise --max-queue",
-                retry_after=self._retry_after(route.model),
-            )
+        registry, num_waiting = self._registry, len(self._waiting)
+        if self._had_endpoint and not registry.groups(route.model, route.text_only):
+            raise no_replica(route, registry.of_model(route.model))
+        if num_waiting >= self.config.max_queue and not route.attempt:
+            raise queue_full(route, registry.of_model(route.model), num_waiting)
         self._waiting.add(Waiter(route, now))
         return None
 
-    def poll(self, now: float, wall: float) -> list[tuple[str, Placement | HeadraceError]]:
+    def poll(self, now: float, wall: float) -> list[Answer]:
         """Requests that waited and can go now, or have waited too long; each is told once."""
-        answers: list[tuple[str, Placement | HeadraceError]] = []
+        answers: list[Answer] = []
+        self._tidy(now)
         if not self._waiting:
             return answers
         if now >= self._sweep_at:
@@ -252,6 +220,8 @@ class Router:
         self._leases[route.request_id] = opened
         if replica is not None:
             replica.attach(opened, now)
+        else:
+            self._orphans.setdefault(lease.placement.replica_id, []).append(opened)
 
     def began(self, request_id: str, ttft_s: float, num_cached_tokens: int, now: float) -> None:
         """The first token arrived ``ttft_s`` after the placement; unknown ids are ignored."""
@@ -268,17 +238,13 @@ class Router:
         replica.breaker.on_began(request_id)
         if lease.entry is None:
             return  # adopted: when it was placed is not known
-        computed = lease.route.num_prompt_tokens - num_cached_tokens
-        first_lesson = not replica.rates.num_prefills
-        replica.rates.on_prefill(computed, min(service_s, ttft_s), alone=lease.alone)
-        if first_lesson and replica.rates.num_prefills:
-            self._teach_mates(replica)
-        replica.num_ttfts += 1
-        step = max(TTFT_STEP, 1.0 / replica.num_ttfts)
-        predicted = lease.placement.ttft_s
-        replica.ttft_s += step * (ttft_s - replica.ttft_s)
-        replica.predicted_ttft_s += step * (predicted - replica.predicted_ttft_s)
-        replica.ttft_error_s += step * (abs(ttft_s - predicted) - replica.ttft_error_s)
+        if not lease.delayed:
+            computed = lease.route.num_prompt_tokens - num_cached_tokens
+            first_lesson = not replica.rates.num_prefills
+            replica.rates.on_prefill(computed, min(service_s, ttft_s), alone=lease.alone)
+            if first_lesson and replica.rates.num_prefills:
+                self._teach_mates(replica)
+        replica.on_ttft(ttft_s, lease.placement.ttft_s)
 
     def release(
         self,
@@ -295,21 +261,22 @@ class Router:
             return
         if lease.entry is not None:
             lease.entry.outcome = outcome
+        faulty = outcome in ("replica_fault", "replica_gone")
         replica = lease.replica
-        if replica is None:
+        if replica is None:  # its process is gone already
+            orphans = self._orphans.get(lease.placement.replica_id)
+            if orphans is not None and lease in orphans:
+                orphans.remove(lease)
             return
-        breaker = replica.breaker
+        replica.num_faults += faulty
         if outcome == "finished":
-            breaker.on_finished(now)
-        elif outcome in ("replica_fault", "replica_gone"):
-            replica.num_faults += 1
-            if replica.connected:
-                breaker.on_fault(request_id, now)
-                if outcome == "replica_gone":
-                    # another gateway may still reach it; otherwise ``down`` is on its way
-                    replica.suspect_until = now + SUSPECT_S
-        else:
-            breaker.on_neutral(request_id)
+            replica.breaker.on_finished(request_id, now)
+        elif not faulty:
+            replica.breaker.on_neutral(request_id)
+        elif replica.connected:
+            replica.breaker.on_fault(request_id, now)
+            if outcome == "replica_gone":  # ``down`` is on its way, or another gateway still reaches it
+                replica.suspect_until = now + SUSPECT_S
         if lease.began and num_output_tokens:
             replica.rates.on_decode(num_output_tokens, lease.num_samples, decode_s)
         if not replica.tells_cache and lease.began:
@@ -324,7 +291,7 @@ class Router:
     def status(self) -> FleetStatus:
         return FleetStatus(
             policy=self._policy.name,
-            replicas=[self._replica_status(replica) for replica in self._registry],
+            replicas=[replica.status(self._index.count(replica.slot)) for replica in self._registry],
             models=self.models(),
             num_queued=len(self._waiting),
         )
@@ -347,11 +314,10 @@ class Router:
         self._index.check_integrity()
 
     def _try_place(self, route: Route, now: float, wall: float, queue_s: float) -> Placement | None:
-        candidates = self._candidates(route, now)
+        candidates = self._registry.candidates(route, now)
         if not candidates:
             return None
-        registry, index, num_prompt_tokens = self._registry, self._index, route.num_prompt_tokens
-        registry.fade(now)
+        index, num_prompt_tokens = self._index, route.num_prompt_tokens
         keys = keys_of(route.block_ids)
         depths = index.match(keys)
         # at least the last token is computed, for its logits
@@ -405,32 +371,6 @@ class Router:
             self._sessions.set(route.model, route.session, replica.replica_id)
         return placement
 
-    def _candidates(self, route: Route, now: float) -> list[Replica]:
-        """Replicas that may take it now: of the first group in which any has room.
-
-        Those that failed it are used again only when no other is up.
-        """
-        num_samples, exclude = route.num_samples, route.exclude
-        groups = self._registry.groups(route.model, route.text_only)
-        others_up = False
-        for group in groups:
-            if not route.text_only and route.attempt and not group[0].takes_tokens and len(groups) > 1:
-                continue  # what has begun in tokens cannot go on as text
-            found = [
-                replica
-                for replica in group
-                if replica.open
-                and not replica.why_not(num_samples, now)
-                and not (exclude and replica.replica_id in exclude)
-            ]
-            if found:
-                return found
-            if exclude:
-                others_up |= any(r.open and r.replica_id not in exclude for r in group)
-        if exclude and not others_up:
-            return [r for group in groups for r in group if not r.why_not(num_samples, now)]
-        return []
-
     def _tokens_per_block(self, route: Route, replica: Replica, num_blocks: int) -> int:
         if route.text_only:
             return route.num_prompt_tokens // num_blocks if num_blocks else 0
@@ -449,27 +389,11 @@ class Router:
         now: float,
         wall: float,
     ) -> Entry:
-        seen: list[Seen] = []
-        for i, replica in enumerate(candidates):
-            capacity = replica.capacity_tokens
-            seen.append(
-                Seen(
-                    replica.replica_id,
-                    scores[i] if scores else 0.0,
-                    ttfts[i] if ttfts else 0.0,
-                    cached[i],
-                    replica.num_queued_tokens,
-                    replica.num_in_flight,
-                    replica.num_running,
-                    1.0 - replica.free_tokens / capacity if capacity else 0.0,
-                )
-            )
-        everyone = self._registry.of_model(route.model)
-        excluded: list[tuple[str, str]] = []
-        if len(everyone) > len(candidates):
-            for replica in everyone:
-                if replica not in candidates:
-                    excluded.append((replica.replica_id, self._why_excluded(route, replica, now)))
+        seen = [
+            replica.seen(cached[i], scores[i] if scores else 0.0, ttfts[i] if ttfts else 0.0)
+            for i, replica in enumerate(candidates)
+        ]
+        excluded = self._registry.excluded(route, candidates, now)
         if route.attempt:
             last = self._decisions.latest(route.request_id)
             if last is not None and last.ttft_s is not None:
@@ -489,13 +413,6 @@ class Router:
         self._decisions.add(entry)
         return entry
 
-    def _why_excluded(self, route: Route, replica: Replica, now: float) -> str:
-        if replica.replica_id in route.exclude:
-            return "failed this request before"
-        if route.text_only and not replica.takes_text:
-            return "takes tokens only"
-        return replica.why_not(route.num_samples, now) or "not needed: others have room"
-
     def _detach(self, lease: OpenLease, now: float) -> None:
         replica = lease.replica
         if replica is not None:
@@ -507,11 +424,7 @@ class Router:
         """Another process answers in its name: what ran and was cached in the former one is gone."""
         for lease in list(replica.leases.values()):
             self._detach(lease, now)
-        if self._index.count(replica.slot):
-            replica.num_index_resets += 1
-        self._index.clear(replica.slot)
-        replica.next_seq = 0
-        replica.healing_until = 0.0
+        replica.feed.restart()
         replica.pressure = 0.0
         replica.set_stats(Stats())
         replica.breaker.reset()
@@ -523,17 +436,13 @@ class Router:
 
     # The queue
 
-    def _advance(
-        self,
-        key: LineKey,
-        now: float,
-        wall: float,
-        answers: list[tuple[str, Placement | HeadraceError]],
-    ) -> None:
-        if not self._registry.groups(*key) and self._had_endpoint:
+    def _advance(self, key: LineKey, now: float, wall: float, answers: list[Answer]) -> None:
+        """Places the requests of one line until one finds no room."""
+        if self._had_endpoint and not self._registry.groups(*key):
             for waiter in self._waiting.line(key):
                 self._waiting.remove(waiter.route.request_id)
-                answers.append((waiter.route.request_id, self._no_replica(waiter.route)))
+                refusal = no_replica(waiter.route, self._registry.of_model(waiter.route.model))
+                answers.append((waiter.route.request_id, refusal))
             return
         for waiter in self._waiting.line(key):
             route = waiter.route
@@ -544,69 +453,23 @@ class Router:
             elif not route.exclude:
                 return  # nobody overtakes; one that avoids some replicas holds up nobody
 
-    def _sweep(self, now: float, wall: float, answers: list[tuple[str, Placement | HeadraceError]]) -> None:
-        """Ends what waited too long, and lets old guesses go."""
-        longest = self.config.queue_timeout_s
+    def _sweep(self, now: float, wall: float, answers: list[Answer]) -> None:
+        """Ends the waits that took too long."""
         for waiter in list(self._waiting):
-            route, waited = waiter.route, now - waiter.since
+            route, waited_s = waiter.route, now - waiter.since
             late = route.deadline is not None and wall >= route.deadline
-            if waited < longest and not late:
-                continue
-            self._waiting.remove(route.request_id)
-            answers.append((route.request_id, self._too_long(route, waited, late)))
+            if late or waited_s >= self.config.queue_timeout_s:
+                self._waiting.remove(route.request_id)
+                replicas = self._registry.of_model(route.model)
+                refusal = waited_too_long(route, replicas, len(self._waiting), waited_s=waited_s, late=late)
+                answers.append((route.request_id, refusal))
 
-    def _too_long(self, route: Route, waited: float, late: bool) -> HeadraceError:
-        groups = self._registry.groups(route.model, route.text_only)
-        if not any(replica.open for group in groups for replica in group):
-            return UnavailableError(
-                f"no replica of {route.model!r} became ready within {waited:.0f} s",
-                hint="see `headrace ps`",
-            )
-        until = "its deadline passed" if late else f"waited {waited:.0f} s"
-        return OverloadedError(
-            f"{until} while every replica of {route.model!r} was full",
-            hint="retry later, add replicas, or raise --queue-timeout-s",
-            retry_after=self._retry_after(route.model),
-        )
-
-    def _no_replica(self, route: Route) -> UnavailableError:
-        if route.text_only and self._registry.of_model(route.model):
-            return UnavailableError(
-                f"no replica of {route.model!r} takes this request: it can only be sent on as text",
-                hint="add a server with an OpenAI-compatible API by --worker-urls",
-            )
-        return UnavailableError(
-            f"the fleet has no replica of {route.model!r}", hint="add one; see `headrace ps`"
-        )
-
-    def _retry_after(self, model: str) -> int:
-        """Seconds until those who wait will have been placed, from how long requests take."""
-        replicas = [replica for replica in self._registry.of_model(model) if replica.open]
-        per_second = sum(r.max_in_flight / max(r.rates.decode_s + r.ttft_s, 0.01) for r in replicas)
-        seconds = len(self._waiting) / per_second if per_second else MAX_RETRY_AFTER_S
-        return max(1, min(MAX_RETRY_AFTER_S, round(seconds)))
-
-    def _replica_status(self, replica: Replica) -> ReplicaStatus:
-        stats, rates = replica.stats, replica.rates
-        return ReplicaStatus(
-            member=replica.member(),
-            num_in_flight=replica.num_in_flight,
-            num_running=stats.num_running or replica.num_running,
-            num_waiting=stats.num_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
-            prefix_cache_queries=stats.prefix_cache_queries,
-            prefix_cache_hits=stats.prefix_cache_hits,
-            prefill_rate=rates.prefill_rate,
-            decode_rate=rates.decode_rate,
-            ttft_s=replica.ttft_s,
-            predicted_ttft_s=replica.predicted_ttft_s,
-            ttft_error_s=replica.ttft_error_s,
-            num_placed=replica.num_placed,
-            num_faults=replica.num_faults,
-            num_rescued=replica.num_rescued,
-            breaker=replica.breaker.state,
-            num_indexed_blocks=self._index.count(replica.slot),
-            num_index_resets=replica.num_index_resets,
-            computed_prompt_tokens=stats.computed_prompt_tokens,
-            generation_tokens=stats.generation_tokens,
-        )
+    def _tidy(self, now: float) -> None:
+        """Lets pressure fade and old guesses go, from time to time."""
+        if now < self._tidy_at:
+            return
+        self._tidy_at = now + TIDY_S
+        self._registry.fade(now)
+        for replica in self._registry:
+            if not replica.tells_cache:
+                self._index.expire(replica.slot, now - self.config.index_ttl_s)

@@ -1,9 +1,10 @@
 """Requests that found no room, in the order in which they will be placed.
 
     one line per (model, text only)     a full fleet of one model does not hold up another
-        priority → standard → flex → batch, first come first served within each
+        rescues → priority → standard → flex → batch, first come first served within each
 
-Bounded by the router's ``max_queue`` over all lines.
+A rescue goes on with what has begun, so it goes first, and is not refused when the router's ``max_queue``
+is reached, which bounds all others over all lines.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from headrace.core.routing import Route
 
 TIERS = ("priority", "standard", "flex", "batch")
-_RANKS = {name: rank for rank, name in enumerate(TIERS)}
+_RANKS = {name: rank for rank, name in enumerate(TIERS, start=1)}
 _STANDARD = _RANKS["standard"]
 
 LineKey = tuple[str, bool]
@@ -28,7 +29,7 @@ class Waiter:
         self.route = route
         self.since = since
         self.key: LineKey = (route.model, route.text_only)
-        self.rank = _RANKS.get(route.tier, _STANDARD)
+        self.rank = _rank(route)
 
 
 class Waiting:
@@ -53,7 +54,7 @@ class Waiting:
         self._by_id[request_id] = waiter
         line = self._lines.get(waiter.key)
         if line is None:
-            line = self._lines[waiter.key] = tuple({} for _ in TIERS)
+            line = self._lines[waiter.key] = tuple({} for _ in range(1 + len(TIERS)))
         line[waiter.rank][request_id] = waiter
 
     def remove(self, request_id: str) -> Waiter | None:
@@ -68,7 +69,7 @@ class Waiting:
     def is_ahead(self, route: Route) -> bool:
         """Whether somebody waits whom this request may not overtake."""
         line = self._lines.get((route.model, route.text_only))
-        return line is not None and any(line[: _RANKS.get(route.tier, _STANDARD) + 1])
+        return line is not None and any(line[: _rank(route) + 1])
 
     def line_keys(self) -> list[LineKey]:
         return list(self._lines)
@@ -76,3 +77,7 @@ class Waiting:
     def line(self, key: LineKey) -> list[Waiter]:
         """One line, next first."""
         return [waiter for tier in self._lines.get(key, ()) for waiter in tier.values()]
+
+
+def _rank(route: Route) -> int:
+    return 0 if route.attempt else _RANKS.get(route.tier, _STANDARD)

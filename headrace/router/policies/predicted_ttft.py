@@ -64,8 +64,8 @@ class PredictedTtft:
             for index, view in enumerate(candidates):
                 if view.replica_id == home and scores[index] <= limit:
                     return Choice(index, "its session's replica, and no worse", scores, ttfts)
-        elif candidates[best].price_per_hour > 0.0 and home is None:
-            price = candidates[best].price_per_hour
+        price = candidates[best].price_per_hour
+        if price > 0.0 and candidates[best].replica_id != home:
             for index, view in enumerate(candidates):
                 if scores[index] <= limit and view.price_per_hour < price:
                     chosen, price, reason = index, view.price_per_hour, "cheaper, and no worse"
