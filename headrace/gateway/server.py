@@ -58,19 +58,20 @@ async def serve(
     log: logging.Logger,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
+    hurry: asyncio.Event | None = None,
     socket: sockets.socket | None = None,
     handle_signals: bool = True,
 ) -> None:
     """Serves until SIGINT, SIGTERM or ``stop``, then lets running requests finish within the grace.
 
-    What is open after the grace, or at a second signal, ends with an error. ``on_ready`` is called once
-    with the address when the socket listens. The gateway is closed here, its dispatcher is not.
+    What is open after the grace, or at a second signal or ``hurry``, ends with an error. ``on_ready`` is
+    called once with the address when the socket listens. The gateway is closed here, its dispatcher is not.
     UsageError when the port is taken.
     """
     sock = bind_socket(config) if socket is None else socket
     app = App(gateway)
     server = HttpServer(app.handle, refused=app.refused)
-    asked, asked_again = asyncio.Event(), asyncio.Event()
+    asked, asked_again = asyncio.Event(), hurry or asyncio.Event()
 
     def request_stop() -> None:
         if asked.is_set():
