@@ -6,12 +6,24 @@ process ──► starter    StartEvent, one JSON line on its standard output fo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from headrace.core import errors
 from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig, RouterConfig
+
+
+class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What part of the machine a replica is to content itself with, unless its knobs say otherwise.
+
+    Cores, and on a card its memory, are divided by ``num_replicas``. ``memory_bytes`` of main memory hold
+    weights and KV cache; 0: all that is free.
+    """
+
+    num_replicas: Annotated[int, Meta(ge=1)] = 1
+    memory_bytes: int = 0
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +38,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     socket: str
     engine: EngineConfig
+    share: MachineShare = MachineShare()
     logs: LogConfig = LogConfig()
 
 
@@ -51,7 +64,8 @@ class ServedModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A gateway process: accepts on the inherited descriptor ``listener``, asks the router at ``router_socket``."""
+    """A gateway process: accepts on the inherited descriptor ``listener``, and asks the router that listens
+    on ``router_socket``."""
 
     gateway_id: str
     listener: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import platform
 import secrets
 import time
@@ -24,6 +23,8 @@ import torch
 from headrace.core.errors import EngineError, HeadraceError, InvalidRequestError, UsageError
 from headrace.core.identity import root_identity
 from headrace.core.knobs import EngineConfig
+from headrace.core.launch import MachineShare
+from headrace.core.machine import num_cores
 from headrace.core.messages import CacheEvent, Failed, Output, Stats, Timing
 from headrace.core.request import Request
 from headrace.engine import memory
@@ -58,21 +59,24 @@ class Engine:
         folder: Path,
         *,
         revision: str = "",
+        share: MachineShare | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Loads the model in ``folder``; ``progress`` is told bytes of weights done and in all.
 
-        ``revision`` names the weights in block identities; empty: a digest of them is taken.
+        ``revision`` names the weights in block identities; empty: a digest of them is taken. ``share`` is
+        what others leave to it; None: everything.
 
         Raises StartupErrors: the model cannot be loaded, does not fit, or the configuration is wrong.
         """
         started = time.monotonic()
+        share = share or MachineShare()
         self.config = config
         self.device = _device(config.device)
-        self.num_threads = config.threads or len(os.sched_getaffinity(0))
+        self.num_threads = config.threads or max(1, num_cores() // share.num_replicas)
         torch.set_num_threads(self.num_threads)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        free_before = memory.available_bytes(self.device)
+        free_before = memory.available_bytes(self.device, share)
         loaded = load_model(
             folder,
             dtype=dtype,
@@ -88,7 +92,7 @@ class Engine:
             config.max_model_len, model_config.max_position_embeddings
         )
         geometry = KVGeometry(list(model_config.kv_specs), config.block_size, dtype)
-        free_bytes = min(free_before - loaded.weights_bytes, memory.available_bytes(self.device))
+        free_bytes = min(free_before - loaded.weights_bytes, memory.available_bytes(self.device, share))
         self.kv_size = memory.size_kv_cache(
             config,
             self.max_model_len,

@@ -5,14 +5,14 @@ available at start │ weights │ KV cache: at most half of the rest by default
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from headrace.core.errors import InsufficientMemoryError, UsageError
 from headrace.core.knobs import EngineConfig
+from headrace.core.launch import MachineShare
+from headrace.core.machine import available_memory
 
 GIB = 1024**3
 # In main memory the default KV cache never takes more than this, unless one request needs it.
@@ -22,11 +22,13 @@ DEFAULT_KV_CAP_BYTES = 4 * GIB
 _LARGEST_SHARE = 0.9
 
 
-def available_bytes(device: torch.device) -> int:
-    """Memory that this process could still take, within its control group's limit; on CUDA the card's."""
+def available_bytes(device: torch.device, share: MachineShare) -> int:
+    """Memory that this process could still take, within its share; on CUDA the card's."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(_system_available(), _cgroup_available())
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, total // share.num_replicas)
+    free = available_memory()
+    return min(free, share.memory_bytes) if share.memory_bytes else free
 
 
 def resolve_max_model_len(asked: int | None, limit: int) -> int:
@@ -103,53 +105,3 @@ def _hint(config: EngineConfig, max_model_len: int, one_request: int, budget: in
     if config.kv_cache_gib is not None and one_request <= free_bytes * _LARGEST_SHARE:
         return f"{lower}, or raise --kv-cache-gib to {one_request / GIB:.3f}"
     return f"{lower}, or free memory"
-
-
-def _system_available() -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 2**62
-
-
-def _cgroup_available() -> int:
-    """What the control groups (version 2 or 1) still allow; page cache they could drop counts as free."""
-    least = 2**62
-    for base, limit_file, usage_file, stat_key, controller in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", ""),
-        (
-            "/sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-            "memory",
-        ),
-    ):
-        for folder in _cgroup_folders(base, controller):
-            # A group without a limit says "max" or has no such file.
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / limit_file).read_text())
-                usage = int((folder / usage_file).read_text())
-                least = min(least, max(0, limit - usage + _reclaimable(folder / "memory.stat", stat_key)))
-    return least
-
-
-def _cgroup_folders(base: str, controller: str) -> list[Path]:
-    """The process's own group and all above it, up to ``base``."""
-    inner = "/"
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                inner = path
-    own = Path(base + inner)
-    return [folder for folder in (own, *own.parents) if folder.is_relative_to(base)]
-
-
-def _reclaimable(stat: Path, key: str) -> int:
-    for line in stat.read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0

@@ -31,7 +31,13 @@ def main() -> int:
         from headrace.engine.engine import Engine
         from headrace.replica.process import ReplicaProcess
 
-        engine = Engine(spec.engine, Path(spec.folder), revision=spec.revision, progress=report.loading)
+        engine = Engine(
+            spec.engine,
+            Path(spec.folder),
+            revision=spec.revision,
+            share=spec.share,
+            progress=report.loading,
+        )
     except HeadraceError as error:
         report.error(error)
         return error.exit_code

@@ -15,6 +15,7 @@ import torch
 
 from headrace.core.errors import InsufficientMemoryError, ModelNotFoundError, UsageError
 from headrace.core.knobs import EngineConfig
+from headrace.core.launch import MachineShare
 from headrace.core.messages import BlocksRemoved, BlocksStored, CacheCleared, Timing
 from headrace.engine import memory
 from headrace.engine.engine import Engine
@@ -326,11 +327,27 @@ def test_memory_that_cannot_suffice() -> None:
         memory.size_kv_cache(config, 8192, 16 * 2**20, -GIB)
 
 
+def test_a_share_bounds_what_is_free() -> None:
+    cpu = torch.device("cpu")
+    everything = memory.available_bytes(cpu, MachineShare())
+    assert 2**20 < everything < 2**50
+    assert memory.available_bytes(cpu, MachineShare(num_replicas=2, memory_bytes=10**6)) == 10**6
+    assert memory.available_bytes(cpu, MachineShare(memory_bytes=2**60)) < 2**50
+
+
+def test_replicas_divide_the_cores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.engine.num_cores", lambda: 3)
+    config = EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01)
+    for num_replicas, expected in ((1, 3), (2, 1), (9, 1)):
+        engine = Engine(config, tiny("llama"), share=MachineShare(num_replicas=num_replicas))
+        assert engine.num_threads == expected
+    torch.set_num_threads(1)
+
+
 def test_weights_larger_than_memory_are_refused_before_loading(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 2**20 < memory.available_bytes(torch.device("cpu")) < 2**50
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device, share: 1000)
     with pytest.raises(InsufficientMemoryError, match="weights need") as caught:
         make_engine(tiny("llama"))
     assert "smaller model" in (caught.value.hint or "")
