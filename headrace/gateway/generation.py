@@ -12,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.errors import HeadraceError, OverloadedError, UnavailableError
 from headrace.core.messages import Output, TokenLogprobs
 from headrace.core.request import Request
 from headrace.gateway.passthrough import forward_overflow
-from headrace.gateway.sse import DONE, error_event
+from headrace.gateway.sse import DONE
 from headrace.text.stream import TextStream, TokenText
 
 if TYPE_CHECKING:
+    from headrace.core.routing import Placement
     from headrace.gateway.exchange import Exchange
     from headrace.gateway.shape import Shape
     from headrace.gateway.state import Gateway, ServedModel
@@ -50,6 +51,15 @@ class Sample:
         self.held: list[int] = []  # tokens of a whole answer, which become text at its end
         self.logprobs: list[TokenText] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class First(NamedTuple):
+    """What is known of an engine request when its first token has come: the placement that it came from."""
+
+    at: float
+    placed_at: float
+    placement: Placement | None
+    num_cached_tokens: int
 
 
 class Generation:
@@ -86,7 +96,7 @@ class Generation:
         self._metrics = served.metrics
         self._tokenizer = tokenizer = served.prompts.tokenizer
         self._escaped = served.prompts.escaped(requests[0].sampling.skip_special_tokens)
-        self._cached_tokens: dict[str, int] = {}
+        self.firsts: dict[str, First] = {}
         self._of: dict[str, list[Sample]] = {}
         for number, request in enumerate(requests):
             offset = text_offsets[number] if text_offsets else 0
@@ -111,7 +121,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        return sum(self._cached_tokens.values())
+        return sum([first.num_cached_tokens for first in self.firsts.values()])
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -126,14 +136,13 @@ class Generation:
         }
 
     async def run(self) -> None:
-        """Answers; HeadraceError when nothing was sent yet."""
+        """Answers; raises the HeadraceError that ended it, before or after something was sent."""
         exchange = self._exchange
         self.submitted_at = time.perf_counter()
         for request in self.requests:
             flight = self._gateway.dispatcher.submit(request, self, caller_id=self.caller_id)
             self.flights[request.request_id] = flight
-        if self._forwarded is None:
-            exchange.watch(self._on_disconnect)
+        exchange.watch(self._on_disconnect)
         try:
             if self._streams and not self._done.done() and self._is_placed():
                 exchange.start_events(self._shape.opening())
@@ -141,7 +150,10 @@ class Generation:
         finally:
             if not self._done.done():
                 self._abort()
-        if not self._streams and not self._unfinished:
+        if self._unfinished:
+            return  # the caller has gone, or has its answer from elsewhere
+        self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
+        if not self._streams:
             await self._respond()
 
     # What flights call
@@ -158,15 +170,9 @@ class Generation:
             self._end(error)
 
     def on_error(self, error: HeadraceError) -> None:
-        if self._done.done():
-            return
-        self._metrics.finished["error"] += self._unfinished
-        if not self._exchange.started:
+        if not self._done.done():
+            self._metrics.finished["error"] += self._unfinished
             self._end(error)
-            return
-        self._gateway.metrics.count_error(error.status, error.kind)
-        self._exchange.send_events(error_event(error), last=True)
-        self._end()
 
     def on_text_worker(self, worker: TextWorker, lease: TextLease) -> None:
         if len(self.requests) > 1 or self._exchange.started:
@@ -249,7 +255,7 @@ class Generation:
         if data:
             exchange.send_events(data)
             if exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
-                self._cut_slow_reader()
+                self._give_up_on_reader()
 
     def _count(self, sample: Sample, num_tokens: int) -> None:
         sample.num_tokens += num_tokens
@@ -261,9 +267,12 @@ class Generation:
         if output.prompt_logprobs is not None:
             for each in self._of[output.request_id]:
                 each.prompt_logprobs = output.prompt_logprobs
-        if output.request_id not in self._cached_tokens:
+        if output.request_id not in self.firsts:
+            flight = self.flights[output.request_id]
+            self.firsts[output.request_id] = First(
+                now, flight.lease_placed_at, flight.placement, output.num_cached_tokens
+            )
             num_prompt = sample.request.num_prompt_tokens
-            self._cached_tokens[output.request_id] = output.num_cached_tokens
             metrics.prompt_tokens += num_prompt
             metrics.cached_prompt_tokens += output.num_cached_tokens
             metrics.request_prompt_tokens.observe(num_prompt)
@@ -287,10 +296,10 @@ class Generation:
             metrics.time_per_output_token.observe((now - sample.first_at) / (sample.num_tokens - 1))
 
     def _is_placed(self) -> bool:
-        """Whether all requests have a replica that speaks tokens: what waits may yet be refused properly."""
-        return self._forwarded is None and all(
-            flight.placement is not None for flight in self.flights.values()
-        )
+        """Whether all requests have a replica that speaks tokens: others may yet be refused with a status."""
+        text_worker = self._gateway.dispatcher.text_worker
+        placements = [flight.placement for flight in self.flights.values()]
+        return all(placed is not None and text_worker(placed.replica_id) is None for placed in placements)
 
     # How it ends
 
@@ -319,19 +328,16 @@ class Generation:
         if not self._done.done():
             self._done.set_result(None)
 
-    def _cut_slow_reader(self) -> None:
-        """Ends the answer of a caller that does not read; the connection ends once it has, or has not for long."""
-        error = OverloadedError(
-            f"the answer was not read: more than {self._gateway.max_backlog_bytes} bytes of it waited",
-            hint="Read faster, or raise --max-response-backlog-mb.",
-            code="slow_reader",
+    def _give_up_on_reader(self) -> None:
+        """Ends the answer of a caller that does not read, and its connection behind it."""
+        self._exchange.keep_alive = False
+        self.on_error(
+            OverloadedError(
+                f"the answer was not read: more than {self._gateway.max_backlog_bytes} bytes of it waited",
+                hint="Read faster, or raise --max-response-backlog-mb.",
+                code="slow_reader",
+            )
         )
-        exchange = self._exchange
-        self._metrics.finished["error"] += self._unfinished
-        self._gateway.metrics.count_error(error.status, error.kind)
-        exchange.keep_alive = False
-        exchange.send_events(error_event(error), last=True)
-        self._end()
 
     async def _respond(self) -> None:
         if self._num_entries() > INLINE_ENTRIES:

@@ -21,36 +21,35 @@ PARTS = ("text", "route", "engine_queue", "prefill", "decode", "network")
 def receipt_of(generation: Generation) -> dict[str, Any]:
     """The receipt of a generation whose last token has arrived."""
     last = max(generation.samples, key=lambda sample: sample.last_at)
-    flight = generation.flights[last.request.request_id]
-    first_at = min(each.first_at for each in generation.samples if each.request is last.request)
-    placed_at = flight.placed_at or generation.submitted_at
+    request_id = last.request.request_id
+    flight, first = generation.flights[request_id], generation.firsts[request_id]
     placement, timing = flight.placement, flight.timing
     prompt, cached = generation.num_prompt_tokens, generation.num_cached_tokens
     flights = list(generation.flights.values())
     waterfall = _waterfall(
         generation.arrival,
         text_s=generation.text_s,
-        route_s=placed_at - generation.submitted_at,
-        before_s=first_at - placed_at,
+        route_s=first.placed_at - generation.submitted_at,
+        before_s=first.at - first.placed_at,
         queue_s=timing.queue_s if timing is not None else 0.0,
         prefill_s=timing.prefill_s if timing is not None else 0.0,
-        decode_s=last.last_at - first_at,
+        decode_s=last.last_at - first.at,
         end=last.last_at,
     )
     return {
         "request_id": generation.caller_id,
         "replica": placement.replica_id if placement is not None else None,
-        "attempts": max(each.num_rescues for each in flights) + 1,
+        "attempts": max([each.attempt for each in flights]) + 1,
         "rescues": sum([each.num_rescues for each in flights]),
         "tokens": {
             "prompt": prompt,
             "cached": cached,
-            "computed": prompt - cached if timing is None else timing.num_computed_tokens,
+            "computed": prompt - cached,
             "output": sum([sample.num_tokens for sample in generation.samples]),
         },
         "ttft_ms": {
-            "predicted": round(1e3 * placement.ttft_s, 3) if placement is not None else None,
-            "actual": round(1e3 * (first_at - placed_at), 3),
+            "predicted": None if first.placement is None else round(1e3 * first.placement.ttft_s, 3),
+            "actual": round(1e3 * (first.at - first.placed_at), 3),
         },
         "waterfall_ms": waterfall,
     }

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from headrace.core.messages import (
     Abort,
+    CacheSnapshot,
     Failed,
     Health,
     Hello,
@@ -22,6 +26,8 @@ from headrace.core.messages import (
     Stats,
     Step,
     Submit,
+    Subscribe,
+    Timing,
     TokenLogprobs,
 )
 from headrace.core.request import Request
@@ -32,7 +38,8 @@ from headrace.core.wire import encode_frame, replica_decoder
 class Plan:
     """What becomes of one request: ``tokens`` (repeated as needed), after ``start_after`` silent steps.
 
-    ``die_after`` and ``garbage_after`` count tokens; ``failure`` answers at once with Failed.
+    ``die_after`` and ``garbage_after`` count tokens, ``failure`` answers at once with Failed. A request that
+    was rescued goes on in ``tokens`` behind those it has.
     """
 
     tokens: Sequence[int] = (1, 2, 3)
@@ -50,7 +57,9 @@ class Running:
     request: Request
     plan: Plan
     writer: asyncio.StreamWriter
-    sent: int = 0
+    sent: int
+    samples: list[int]
+    began: bool = False
     waited: int = 0
     aborted: set[int] = field(default_factory=set)
 
@@ -69,6 +78,8 @@ class FakeReplica:
         max_model_len: int = 512,
         block_size: int = 16,
         greets: bool = True,
+        replica_id: str = "fake",
+        max_num_seqs: int = 64,
     ) -> None:
         self.path = str(path)
         self.eos = eos
@@ -77,12 +88,13 @@ class FakeReplica:
         self.greets = greets
         self.hangs = False  # neither steps nor answers probes
         self.num_cached_tokens = 0
+        self.timing = Timing(0.0, 0.0, 0)
         self.requests: list[Request] = []
         self.aborts: list[Abort] = []
-        self.running: dict[str, Running] = {}
+        self.running: dict[tuple[str, int], Running] = {}
         self.num_connections = 0
         self.hello = Hello(
-            replica_id="fake",
+            replica_id=replica_id,
             pid=0,
             model="fake-model",
             model_revision="0",
@@ -91,7 +103,7 @@ class FakeReplica:
             dtype="float32",
             vocab_size=vocab_size,
             max_model_len=max_model_len,
-            max_num_seqs=64,
+            max_num_seqs=max_num_seqs,
             block_size=block_size,
             num_blocks=1000,
             root_identity=b"r" * 32,
@@ -100,6 +112,8 @@ class FakeReplica:
             weights_bytes=0,
             kv_bytes=0,
             notes=[],
+            instance=secrets.token_hex(8),
+            hardware="fake",
         )
         self._work = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -121,8 +135,9 @@ class FakeReplica:
         self.die()
 
     def die(self) -> None:
-        """Closes every connection without a word, as a killed process does."""
+        """Closes every connection without a word, as a killed process does, and goes on as another one."""
         self.running.clear()
+        self.hello = replace(self.hello, instance=secrets.token_hex(8))
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -155,14 +170,22 @@ class FakeReplica:
                 failed = Failed(request.request_id, *_fields(plan.failure)[1:])
                 writer.write(encode_frame(Step(outputs=[], failed=[failed], stats=Stats())))
                 return
-            self.running[request.request_id] = Running(request, plan, writer)
+            first = request.sample_index
+            samples = list(range(first, first + request.sampling.n))
+            key = (request.request_id, first)
+            self.running[key] = Running(request, plan, writer, request.num_output_tokens, samples)
             self._work.set()
         elif isinstance(message, Abort):
             self.aborts.append(message)
-            if message.sample_index is None:
-                self.running.pop(message.request_id, None)
-            elif message.request_id in self.running:
-                self.running[message.request_id].aborted.add(message.sample_index)
+            for key, running in list(self.running.items()):
+                if key[0] == message.request_id:
+                    index = message.sample_index
+                    running.aborted.update(running.samples if index is None else [index])
+                    if running.aborted.issuperset(running.samples):
+                        del self.running[key]
+        elif isinstance(message, Subscribe):
+            writer.write(encode_frame(CacheSnapshot(stored=[], next_seq=0)))
+            writer.write(encode_frame(Step(outputs=[], failed=[], stats=self._stats())))
         elif isinstance(message, Probe) and not self.hangs:
             health = Health(nonce=message.nonce, draining=False, stats=self._stats())
             writer.write(encode_frame(health))
@@ -195,7 +218,7 @@ class FakeReplica:
             return []
         if plan.garbage_after is not None and running.sent >= plan.garbage_after:
             running.writer.write(b"\x05\x00\x00\x00hello")
-            del self.running[request.request_id]
+            self._forget(running)
             return []
         sampling = request.sampling
         tokens: list[int] = []
@@ -212,8 +235,8 @@ class FakeReplica:
             if reason is not None:
                 break
         if reason is not None:
-            del self.running[request.request_id]
-        first = running.sent == len(tokens)
+            self._forget(running)
+        first, running.began = not running.began, True
         return [
             Output(
                 request_id=request.request_id,
@@ -223,11 +246,15 @@ class FakeReplica:
                 stop_token=stop_token,
                 num_cached_tokens=self.num_cached_tokens,
                 logprobs=_logprobs(tokens, sampling.logprobs),
-                prompt_logprobs=_prompt_logprobs(request) if first and index == 0 else None,
+                prompt_logprobs=_prompt_logprobs(request) if first and index == running.samples[0] else None,
+                timing=self.timing if first else None,
             )
-            for index in range(sampling.n)
+            for index in running.samples
             if index not in running.aborted
         ]
+
+    def _forget(self, running: Running) -> None:
+        self.running.pop((running.request.request_id, running.samples[0]), None)
 
     def _stats(self) -> Stats:
         return Stats(

@@ -1,4 +1,4 @@
-"""A small tokenizer with a chat template, and a whole gateway over a scripted replica, in one thread."""
+"""A small tokenizer with a chat template, and a whole gateway over scripted replicas, in one thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,12 @@ import uvloop
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from headrace.core.knobs import GatewayConfig
+from headrace.core.knobs import GatewayConfig, RouterConfig
+from headrace.core.routing import Endpoint
 from headrace.gateway.server import serve
+from headrace.gateway.state import Gateway, ServedModel
+from headrace.router.dispatcher import Dispatcher
+from headrace.router.placer import LocalPlacer
 from headrace.router.replica_client import ReplicaClient
 from headrace.text.tokenizer import Tokenizer
 from tests.gateway.fake_replica import FakeReplica, Plan
@@ -29,6 +33,7 @@ TEMPLATE = (
 )
 CORPUS = ["The capital of France is Paris.", "hello world, hello there", "one two three four five six"] * 4
 EOS = 2
+MODEL = "tiny-model"
 CHAT = "/v1/chat/completions"
 Value = TypeVar("Value")
 
@@ -56,7 +61,10 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 class Stack:
-    """Gateway and scripted replica on an event loop of their own; tests talk to it as any client would."""
+    """Gateway and scripted replicas on an event loop of their own; tests talk to it as any client would.
+
+    ``replica`` is the first of ``replicas``, ``client`` the router's connection to it.
+    """
 
     def __init__(
         self,
@@ -64,15 +72,20 @@ class Stack:
         folder: Path,
         config: GatewayConfig | None = None,
         *,
+        router: RouterConfig | None = None,
+        models: Mapping[str, tuple[str, ...]] | None = None,
+        num_replicas: int = 1,
         with_replica: bool = True,
-        served_names: tuple[str, ...] = ("tiny", "other-name"),
         **replica_options: Any,
     ) -> None:
+        """``models``: the names that callers may use, by the name in the fleet; ``num_replicas`` of each."""
         self.tokenizer = tokenizer
         self.config = config or GatewayConfig(port=0, shutdown_grace_s=0.5)
-        self.socket_path = folder / "replica.sock"
-        self.served_names = served_names
+        self.router_config = router or RouterConfig()
+        self.models = models or {MODEL: ("tiny", "other-name")}
         self.log = logging.getLogger("headrace.test")
+        self._folder = folder
+        self._num_replicas = num_replicas
         self._with_replica = with_replica
         self._replica_options = {"vocab_size": tokenizer.vocab_size, "eos": EOS, **replica_options}
         self._ready = threading.Event()
@@ -102,28 +115,55 @@ class Stack:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()
-        self.replica = FakeReplica(self.socket_path, **self._replica_options)
-        self.client = ReplicaClient(self.socket_path, log=self.log)
-        self.client.start()
-        if self._with_replica:
-            await self.replica.start()
-            if self.replica.greets:
-                await self.client.wait_ready(10)
+        self.placer = LocalPlacer(self.router_config, log=self.log)
+        self.dispatcher = Dispatcher(self.placer, self.router_config, log=self.log)
+        self.placer.start()
+        self.dispatcher.start()
+        self.replicas = []
+        for model in self.models:
+            for _ in range(self._num_replicas):
+                await self._add_replica(model)
+        served = [
+            ServedModel(model, names, self.tokenizer, self.dispatcher) for model, names in self.models.items()
+        ]
+        self.gateway = Gateway(self.config, models=served, dispatcher=self.dispatcher, log=self.log)
         try:
             await serve(
+                self.gateway,
                 self.config,
-                tokenizer=self.tokenizer,
-                client=self.client,
-                model_name="tiny-model",
-                served_names=self.served_names,
                 log=self.log,
                 on_ready=self._on_ready,
                 stop=self.stop,
                 handle_signals=False,
             )
         finally:
-            await self.client.close()
-            await self.replica.close()
+            await self.dispatcher.close()
+            await self.placer.close()
+            for replica in self.replicas:
+                await replica.close()
+
+    async def _add_replica(self, model: str) -> None:
+        replica_id = f"fake-{len(self.replicas)}"
+        path = str(self._folder / f"{replica_id}.sock")
+        replica = FakeReplica(path, replica_id=replica_id, **self._replica_options)
+        self.replicas.append(replica)
+        if self._with_replica:
+            await replica.start()
+        self.placer.set_endpoint(Endpoint(replica_id=replica_id, model=model, address=path))
+        if self._with_replica and replica.greets:
+            client = self.placer.connection(replica_id)
+            assert client is not None
+            await client.wait_ready(10)
+
+    @property
+    def replica(self) -> FakeReplica:
+        return self.replicas[0]
+
+    @property
+    def client(self) -> ReplicaClient:
+        client = self.placer.connection("fake-0")
+        assert client is not None
+        return client
 
     def _on_ready(self, address: str) -> None:
         self.address = address
@@ -153,7 +193,8 @@ class Stack:
         self.plan(lambda request: Plan(tokens=tokens, **options))
 
     def plan(self, plan: Callable[[Any], Plan]) -> None:
-        self.replica.plan = plan
+        for replica in self.replicas:
+            replica.plan = plan
 
     @property
     def api(self) -> str:
