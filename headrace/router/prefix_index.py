@@ -7,7 +7,8 @@
 Replicas are bits of an int (their *slot*), so that one look-up per block follows all replicas at once. A
 key is the first 8 of an identity's 32 bytes: a collision (about 1 in 10^7 for a million blocks) would
 send one request to the wrong replica, never serve it another's cache, and it takes 48 bytes, not 80.
-Measured at 100,000 blocks on each of 16 replicas: 150 bytes per block and replica where all differ.
+Measured at 100,000 blocks on each of 16 replicas: 160 bytes per block and replica
+where all differ, 105 where all are the same.
 """
 
 from __future__ import annotations
@@ -57,8 +58,7 @@ class PrefixIndex:
     def drop_slot(self, slot: int) -> None:
         """Forgets a replica; its number may be given to another."""
         self.clear(slot)
-        for key in list(self._claims[slot]):
-            self._unmark(self._coming, key, slot)
+        self._unmark(self._coming, self._claims[slot], slot)
         self._claims[slot] = {}
         self._slots[slot] = None
         self._free_slots.append(slot)
@@ -117,14 +117,11 @@ class PrefixIndex:
     def remove(self, slot: int, keys: Iterable[int]) -> None:
         """The replica evicted these blocks; unknown ones are ignored."""
         held = self._held(slot)
-        for key in keys:
-            if held.pop(key, None) is not None:
-                self._unmark(self._blocks, key, slot)
+        self._unmark(self._blocks, [key for key in keys if held.pop(key, None) is not None], slot)
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing any more."""
-        for key in self._held(slot):
-            self._unmark(self._blocks, key, slot)
+        self._unmark(self._blocks, self._held(slot), slot)
         self._slots[slot] = {}
 
     # In flight
@@ -142,13 +139,15 @@ class PrefixIndex:
     def unclaim(self, slot: int, keys: Iterable[int]) -> None:
         """That request has ended; each claim is taken back once."""
         claims = self._claims[slot]
+        gone = []
         for key in keys:
             count = claims.get(key, 0)
             if count > 1:
                 claims[key] = count - 1
             elif count:
                 del claims[key]
-                self._unmark(self._coming, key, slot)
+                gone.append(key)
+        self._unmark(self._coming, gone, slot)
 
     # Guessed: a replica without cache events
 
@@ -207,19 +206,21 @@ class PrefixIndex:
 
     def _forget_oldest(self, slot: int, count: int) -> None:
         held = self._held(slot)
-        for key in list(islice(held, count)):
+        oldest = list(islice(held, count))
+        for key in oldest:
             del held[key]
-            if key >= 0:
-                self._unmark(self._blocks, key, slot)
+        self._unmark(self._blocks, oldest, slot)
 
-    def _unmark(self, masks: dict[int, int], key: int, slot: int) -> None:
-        if key < 0:
-            return
-        mask = masks[key] & ~(1 << slot)
-        if mask:
-            masks[key] = self._shared_masks.setdefault(mask, mask)
-        else:
-            del masks[key]
+    def _unmark(self, masks: dict[int, int], keys: Iterable[int], slot: int) -> None:
+        others, share = ~(1 << slot), self._shared_masks.setdefault
+        for key in keys:
+            if key < 0:
+                continue
+            mask = masks[key] & others
+            if mask:
+                masks[key] = share(mask, mask)
+            else:
+                del masks[key]
 
 
 def _masks_of(slots: Sequence[Iterable[int] | None]) -> dict[int, int]:
