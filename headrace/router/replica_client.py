@@ -93,6 +93,7 @@ class ReplicaClient:
         self._link: _Link | None = None
         self._heard_at = 0.0  # when the replica last spoke, or was last given work while idle
         self._probed = False  # since then
+        self._closing = False
         self._probes: dict[int, asyncio.Future[Health]] = {}
         self._nonces = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop
@@ -131,14 +132,15 @@ class ReplicaClient:
 
     async def close(self) -> None:
         """Ends the connection; open requests fail with UnavailableError as if the replica had gone."""
+        self._closing = True
         if self._watchdog is not None:
             self._watchdog.cancel()
+        if self._link is not None:
+            self._link.end("it was removed")
         if self._runner is not None:
             self._runner.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._runner
-        if self._link is not None:
-            self._link.end("it was removed")
 
     async def wait_ready(self, timeout: float | None = None) -> Hello:
         """Waits for a greeted connection; UnavailableError after ``timeout`` seconds."""
@@ -323,7 +325,8 @@ class ReplicaClient:
         self._greeted.clear()
         lost, self._open = self._open, {}
         if link.greeted:
-            self._log.warning("replica at %s: connection ended (%s)", self.path, reason)
+            level = logging.DEBUG if self._closing else logging.WARNING
+            self._log.log(level, "replica at %s: connection ended (%s)", self.path, reason)
         if self._listener is not None and link.greeted:
             self._listener.on_down(self.replica_id, reason)
         error = UnavailableError(f"the replica went away ({reason}); the request was not finished")
@@ -363,7 +366,7 @@ class ReplicaClient:
                 try:
                     await link.ended
                 finally:
-                    link.end("the client was closed")
+                    link.end("closed")
                 if link.greeted:
                     delay = MIN_BACKOFF_S
             self._hurry.clear()

@@ -1,26 +1,74 @@
-"""The client against a scripted replica, in the test's own event loop."""
+"""The connection to one replica: outputs, failures, ends of every kind, silence, news for the router."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
-from headrace.core.errors import EngineError, OverloadedError, UnavailableError
-from headrace.core.messages import BlocksStored, Failed, Output, Stats, Step
-from headrace.core.request import Request, SamplingParams, pack_tokens
-from headrace.core.wire import encode_frame
-from headrace.router import replica_client
+from headrace.core.errors import ContextLengthError, EngineError, HeadraceError, UnavailableError
+from headrace.core.messages import BlocksStored, CacheSnapshot, Failed, Output, Step
 from headrace.router.replica_client import ReplicaClient
-from headrace.router.replica_stream import ReplicaStream
-from tests.gateway.fake_replica import FakeReplica, Plan
+from tests.router.replicas import ROOT, FakeReplica, expected, make_request, until
 
-EOS = 9
+
+class Receiver:
+    """Notes what it is told; ``after`` is called with each list of outputs."""
+
+    def __init__(self, after=lambda outputs: None) -> None:
+        self.outputs: list[Output] = []
+        self.calls = 0
+        self.failure: tuple[HeadraceError, str] | None = None
+        self.after = after
+
+    def on_outputs(self, outputs):
+        assert self.failure is None, "an output after the failure"
+        self.calls += 1
+        self.outputs += outputs
+        self.after(outputs)
+
+    def on_failed(self, error, outcome):
+        assert self.failure is None, "failed twice"
+        self.failure = error, outcome
+
+    def tokens(self, sample: int = 0) -> list[int]:
+        return [t for o in self.outputs if o.sample_index == sample for t in o.token_ids]
+
+    @property
+    def num_ended(self) -> int:
+        return sum(output.finish_reason is not None for output in self.outputs)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def model_info(self, model):
+        return None
+
+    def on_up(self, replica_id, **facts):
+        self.told.append(("up", replica_id, facts))
+
+    def on_down(self, replica_id, reason):
+        self.told.append(("down", replica_id))
+
+    def on_stats(self, replica_id, stats):
+        self.told.append(("stats", stats))
+
+    def on_events(self, replica_id, first_seq, events):
+        self.told.append(("events", first_seq, list(events)))
+
+    def on_snapshot(self, replica_id, snapshot):
+        self.told.append(("snapshot", snapshot))
+
+    def kinds(self) -> list[str]:
+        return [told[0] for told in self.told]
 
 
 @pytest.fixture
 async def replica(tmp_path):
-    replica = FakeReplica(tmp_path / "replica.sock", vocab_size=100, eos=EOS)
+    replica = FakeReplica(tmp_path / "a.sock")
     await replica.start()
     yield replica
     await replica.close()
@@ -33,129 +81,138 @@ async def client(replica):
     await client.close()
 
 
-def request(name: str = "r", n: int = 1, **sampling) -> Request:
-    return Request(
-        request_id=name, prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(n=n, seed=1, **sampling)
-    )
-
-
-async def collect(stream: ReplicaStream) -> list[Output]:
-    return [output async for outputs in stream for output in outputs]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
+def submit(client, request, receiver=None):
+    receiver = receiver or Receiver()
+    client.submit(request, receiver)
+    return receiver
 
 
 async def test_hello_and_tokens(replica, client):
     assert client.alive
     assert client.hello == replica.hello
-    outputs = await collect(client.submit(request()))
-    assert [token for output in outputs for token in output.token_ids] == [1, 2, 3, EOS]
-    assert outputs[-1].finish_reason == "stop"
+    receiver = submit(client, make_request())
+    assert not receiver.calls  # never from within submit
+    await until(lambda: receiver.num_ended)
+    assert receiver.tokens() == expected(make_request())
+    assert receiver.outputs[-1].finish_reason == "length"
     assert client.num_open == 0
-    assert replica.requests == [request()]
-    assert client.stats.kv_cache_usage == 0.25
+    assert replica.submits == [make_request()]
+    assert client.stats.num_blocks == 1000
 
 
-async def test_several_requests_in_one_stream(replica, client):
-    outputs = await collect(client.submit(request("a", n=2), request("b")))
-    ended = sorted((o.request_id, o.sample_index) for o in outputs if o.finish_reason)
-    assert ended == [("a", 0), ("a", 1), ("b", 0)]
+async def test_one_steps_outputs_of_a_request_come_in_one_call(replica, client):
+    receiver = submit(client, make_request(n=3, max_tokens=4))
+    other = submit(client, make_request("other", max_tokens=4))
+    await until(lambda: receiver.num_ended == 3 and other.num_ended)
+    assert receiver.calls == other.calls == 4
+    for sample in range(3):
+        assert receiver.tokens(sample) == expected(make_request(n=3, max_tokens=4), sample)
 
 
-async def test_many_streams_share_the_connection(replica, client):
-    streams = [client.submit(request(str(index))) for index in range(50)]
-    results = await asyncio.gather(*map(collect, streams))
-    for index, outputs in enumerate(results):
-        assert {output.request_id for output in outputs} == {str(index)}
-        assert outputs[-1].finish_reason == "stop"
-    assert replica.num_connections == 1
+async def test_samples_of_one_request_may_come_one_by_one(replica, client):
+    second, third = Receiver(), Receiver()
+    client.submit(make_request(sample_index=1), second)
+    client.submit(make_request(sample_index=2), third)
+    client.abort("r", 2)
+    await until(lambda: second.num_ended)
+    assert second.tokens(1) == expected(make_request(), 1)
+    assert not third.tokens(2)
+    assert client.num_open == 0
 
 
-async def test_abort_ends_the_stream_and_the_engines_work(replica, client):
-    replica.plan = lambda request: Plan(endless=True)
-    stream = client.submit(request(max_tokens=None))
-    await anext(stream)
+async def test_abort_ends_the_engines_work(replica, client):
+    receiver = submit(client, make_request(max_tokens=10_000))
+    await until(lambda: receiver.calls)
     client.abort("r")
-    await collect(stream)
-    assert stream.ended
-    await until(lambda: not replica.running)
-    stream.abort()
+    calls = receiver.calls
     client.abort("r")
     client.abort("unknown")
+    await until(lambda: replica.aborts and not replica.samples)
+    await client.probe()  # whatever was on its way has arrived
+    assert receiver.calls == calls
     assert len(replica.aborts) == 1
 
 
-async def test_leaving_the_context_aborts(replica, client):
-    replica.plan = lambda request: Plan(silent=True)
-    with client.submit(request("a"), request("b")):
-        await until(lambda: len(replica.running) == 2)
-    await until(lambda: not replica.running)
+async def test_one_sample_can_be_stopped_alone_and_the_last_one_ends_the_request(replica, client):
+    receiver = submit(client, make_request(n=2, max_tokens=10_000))
+    await until(lambda: receiver.calls)
+    client.abort("r", 1)
+    client.abort("r", 1)
+    stopped = len(receiver.tokens(1))
+    await until(lambda: len(receiver.tokens(0)) > stopped + 3)
+    assert len(receiver.tokens(1)) == stopped
+    client.abort("r", 0)
+    assert client.num_open == 0
+    await until(lambda: not replica.samples)
+    assert [abort.sample_index for abort in replica.aborts] == [1, None]
+
+
+@pytest.mark.parametrize(
+    ("failed", "kind", "outcome"),
+    [
+        (Failed("r", 500, "server_error", "broken"), EngineError, "replica_fault"),
+        (Failed("r", 503, "service_unavailable", "draining"), UnavailableError, "aborted"),
+        (
+            Failed("r", 400, "invalid_request_error", "long", None, "context_length_exceeded"),
+            ContextLengthError,
+            "caller_fault",
+        ),
+    ],
+)
+async def test_a_failure_says_whose_fault_it_was(replica, client, failed, kind, outcome):
+    replica.paused = True
+    receiver = submit(client, make_request(n=2))
+    await until(lambda: replica.submits)
+    replica.peers[0].send(Step(outputs=[], failed=[failed], stats=replica.stats))
+    await until(lambda: receiver.failure)
+    error, said = receiver.failure
+    assert type(error) is kind and said == outcome
     assert client.num_open == 0
 
 
-async def test_one_sample_can_be_stopped_alone(replica, client):
-    replica.plan = lambda request: Plan(tokens=range(8), start_after=0)
-    stream = client.submit(request(n=3))
-    first = await anext(stream)
-    stream.abort_sample("r", 1)
-    stream.abort_sample("r", 1)
-    rest = await collect(stream)
-    assert {output.sample_index for output in first} == {0, 1, 2}
-    assert [o.sample_index for o in rest if o.finish_reason] == [0, 2]
-    assert [abort.sample_index for abort in replica.aborts] == [1]
-
-
-async def test_stopping_a_sample_that_has_ended_leaves_the_others(replica, client):
-    """A stop string may be found in the very output with which the engine ended the sample."""
-    stream = ReplicaStream(client, {"r": 2}, 10_000)
-    stream.put(Output("r", 0, [1], "length"))
-    stream.abort_sample("r", 0)
-    assert not stream.ended
-    stream.put(Output("r", 1, [2], "stop"))
-    assert [o.sample_index for o in await collect(stream)] == [0, 1]
-
-
-async def test_stopping_every_sample_ends_the_request(replica, client):
-    replica.plan = lambda request: Plan(endless=True)
-    stream = client.submit(request(n=2, max_tokens=None))
-    await anext(stream)
-    stream.abort_sample("r", 0)
-    stream.abort_sample("r", 1)
-    await collect(stream)
-    await until(lambda: not replica.running)
-
-
-async def test_failed_requests_raise_what_the_replica_says(replica, client):
-    replica.plan = lambda request: Plan(failure=Failed("", 500, "server_error", "broken"))
-    with pytest.raises(EngineError, match="broken"):
-        await collect(client.submit(request()))
-
-
-@pytest.mark.parametrize("trouble", ["die_after", "garbage_after"])
-async def test_death_ends_every_stream_and_the_client_connects_again(replica, client, trouble):
-    replica.plan = lambda request: Plan(tokens=range(8), **{trouble: 3})
-    streams = [client.submit(request(str(index))) for index in range(3)]
-    for stream in streams:
+@pytest.mark.parametrize("trouble", ["die", "half", "garbage"])
+async def test_whatever_ends_the_connection_fails_every_request_once_and_it_connects_again(
+    replica, client, trouble
+):
+    replica.trouble = lambda request, sample, position: trouble if position == 3 else None
+    receivers = [submit(client, make_request(str(index), n=2)) for index in range(3)]
+    await until(lambda: all(receiver.failure for receiver in receivers))
+    for receiver in receivers:
+        assert isinstance(receiver.failure[0], UnavailableError)
+        assert receiver.failure[1] == "replica_gone"
+        received = receiver.tokens()
+        assert received == expected(make_request(), 0, len(received))
+        assert len(received) == 3 or trouble == "garbage"  # which takes along what came in the same read
+    assert client.num_open == 0
+    replica.trouble = lambda *_: None
+    if trouble != "garbage":
+        await until(lambda: not client.alive)
         with pytest.raises(UnavailableError):
-            await collect(stream)
+            client.submit(make_request(), Receiver())
+        await replica.restart()
     await client.wait_ready(10)
-    replica.plan = lambda request: Plan()
-    assert (await collect(client.submit(request("again"))))[-1].finish_reason == "stop"
-    assert replica.num_connections == 2
+    again = submit(client, make_request("again"))
+    await until(lambda: again.num_ended)
 
 
-async def test_tokens_before_the_death_are_delivered(replica, client):
-    replica.plan = lambda request: Plan(tokens=[4, 5, 6], die_after=2)
-    stream = client.submit(request())
-    received: list[int] = []
-    with pytest.raises(UnavailableError):
-        async for outputs in stream:
-            received += [token for output in outputs for token in output.token_ids]
-    assert received == [4, 5]
+async def test_a_receiver_that_throws_costs_nobody_else_anything(replica, client):
+    def throw(outputs):
+        raise RuntimeError("no")
+
+    bad = submit(client, make_request("bad", max_tokens=10_000), Receiver(throw))
+    good = submit(client, make_request("good"))
+    await until(lambda: good.num_ended)
+    assert bad.calls == 1 and bad.failure is not None
+    assert good.tokens() == expected(make_request("good"))
+    assert client.alive
+    await until(lambda: not replica.samples)
+
+
+async def test_an_abort_from_within_an_output_is_heard_at_once(replica, client):
+    receiver = submit(client, make_request(max_tokens=10_000), Receiver(lambda outputs: client.abort("r")))
+    await until(lambda: replica.aborts)
+    await client.probe()
+    assert receiver.calls == 1
 
 
 async def test_without_a_replica(tmp_path):
@@ -165,97 +222,117 @@ async def test_without_a_replica(tmp_path):
     client.start()
     assert not client.alive
     client.drain()
+    client.abort("r")
+    client.subscribe()
     with pytest.raises(UnavailableError):
-        client.submit(request())
+        client.submit(make_request(), Receiver())
     with pytest.raises(UnavailableError):
         await client.probe()
     await client.close()
 
 
-async def test_it_waits_for_a_replica_that_comes_later(tmp_path):
-    client = ReplicaClient(tmp_path / "replica.sock")
+async def test_it_waits_for_a_replica_that_comes_later_and_can_be_hurried(tmp_path):
+    client = ReplicaClient(tmp_path / "a.sock")
     client.start()
-    await asyncio.sleep(0.05)
-    replica = FakeReplica(tmp_path / "replica.sock", vocab_size=100, eos=EOS)
+    with pytest.raises(UnavailableError):
+        await client.wait_ready(0.1)
+    replica = FakeReplica(tmp_path / "a.sock")
     await replica.start()
+    client.hurry()
     assert await client.wait_ready(10) == replica.hello
     await client.close()
     await replica.close()
 
 
-async def test_probe(replica, client):
-    health = await client.probe()
-    assert not health.draining
-    assert health.stats.kv_cache_usage == 0.25
+async def test_drain_and_probe(replica, client):
+    assert not (await client.probe()).draining
+    client.drain()
+    assert (await client.probe()).draining
 
 
-async def test_an_unread_stream_is_bounded(replica, client):
-    replica.plan = lambda request: Plan(endless=True, tokens_per_step=10)
-    cut = []
-    stream = client.submit(request(max_tokens=None), max_backlog_bytes=10_000)
-    stream.on_overflow = lambda: cut.append(True)
-    await until(lambda: stream.ended)
-    with pytest.raises(OverloadedError):
-        await collect(stream)
-    assert cut == [True]
-    await until(lambda: not replica.running)
-
-
-async def test_a_stream_that_is_read_never_overflows(replica, client):
-    replica.plan = lambda request: Plan(endless=True, tokens_per_step=10)
-    outputs = await collect(client.submit(request(max_tokens=500), max_backlog_bytes=10_000))
-    assert sum(len(output.token_ids) for output in outputs) == 500
-
-
-async def test_close_ends_open_streams(replica):
+async def test_close_ends_open_requests(replica):
     client = await ReplicaClient.connect(replica.path, timeout=10)
-    replica.plan = lambda request: Plan(silent=True)
-    stream = client.submit(request())
+    replica.paused = True
+    receiver = submit(client, make_request())
     await client.close()
-    with pytest.raises(UnavailableError):
-        await collect(stream)
+    assert receiver.failure is not None and receiver.failure[1] == "replica_gone"
     assert not client.alive
 
 
-async def test_events_reach_their_listener(replica, client):
-    seen = []
-    client.on_events = lambda first, events: seen.append((first, list(events)))
-    event = BlocksStored(block_ids=[b"x" * 32], parent=b"y" * 32)
-    step = Step(outputs=[], failed=[], stats=Stats(), events=[event], event_seq=7)
-    for writer in replica._writers:
-        writer.write(encode_frame(step))
-    await until(lambda: seen)
-    assert seen == [(7, [event])]
-
-
-async def test_a_replica_that_hangs_is_given_up(replica, monkeypatch):
-    monkeypatch.setattr(replica_client, "SILENCE_S", 0.2)
-    monkeypatch.setattr(replica_client, "PROBE_TIMEOUT_S", 0.2)
-    hung: list[int] = []
-    client = ReplicaClient(replica.path, on_hang=hung.append)
+@contextlib.asynccontextmanager
+async def watched(replica, **options):
+    client = ReplicaClient(replica.path, **options)
     client.start()
-    await client.wait_ready(10)
-    replica.hangs = True
-    await asyncio.sleep(0.6)
-    assert not hung  # nobody waits for it
-    stream = client.submit(request())
-    with pytest.raises(UnavailableError, match="does not answer"):
-        await asyncio.wait_for(collect(stream), 10)
-    assert hung == [replica.hello.pid]
-    assert client.num_open == 0
-    await client.close()
+    try:
+        await client.wait_ready(10)
+        yield client
+    finally:
+        await client.close()
 
 
-async def test_one_long_step_is_no_hang(replica, monkeypatch):
-    monkeypatch.setattr(replica_client, "SILENCE_S", 0.1)
-    monkeypatch.setattr(replica_client, "PROBE_TIMEOUT_S", 10.0)
+async def test_silence_with_requests_is_given_up_and_silence_without_is_not(replica):
     hung: list[int] = []
-    client = ReplicaClient(replica.path, on_hang=hung.append)
-    client.start()
-    await client.wait_ready(10)
-    replica.plan = lambda request: Plan(silent=True)
-    stream = client.submit(request())
-    await asyncio.sleep(0.5)  # silent, but it answers probes
-    assert not hung and not stream.ended
-    stream.abort()
-    await client.close()
+    async with watched(replica, silence_s=0.2, on_hang=hung.append) as client:
+        replica.hangs = True
+        await asyncio.sleep(0.5)
+        assert not hung and client.alive
+        receiver = submit(client, make_request())
+        await until(lambda: receiver.failure)
+        assert receiver.failure[1] == "replica_gone"
+        assert hung == [replica.hello.pid]
+
+
+async def test_idle_silence_is_noticed_where_asked_for(replica):
+    hung: list[int] = []
+    async with watched(replica, silence_s=0.1, watch_idle=True, on_hang=hung.append):
+        await asyncio.sleep(0.3)
+        assert not hung  # it answers the probes
+        replica.hangs = True
+        await until(lambda: hung)
+
+
+async def test_a_replica_that_is_busy_but_answers_probes_is_kept(replica):
+    hung: list[int] = []
+    async with watched(replica, silence_s=0.2, on_hang=hung.append) as client:
+        replica.paused = True
+        receiver = submit(client, make_request())
+        await asyncio.sleep(0.7)
+        assert not hung and receiver.failure is None
+        replica.resume()
+        await until(lambda: receiver.num_ended)
+
+
+async def test_the_router_hears_of_state_cache_and_load(replica):
+    listener = Listener()
+    stored = BlocksStored(block_ids=[b"x" * 32], parent=ROOT)
+    replica.snapshot = CacheSnapshot(stored=[stored], next_seq=5)
+    async with watched(replica, replica_id="a", model="name", listener=listener) as client:
+        await until(lambda: "snapshot" in listener.kinds())
+        assert listener.kinds() == ["up", "snapshot"]
+        facts = listener.told[0][2]
+        assert facts["model"].model == "name" and facts["model"].root_identity == ROOT
+        assert facts["instance"] == replica.hello.instance
+        assert facts["capabilities"].exact_rescue
+        assert replica.subscribes[0].next_seq == 0 and replica.subscribes[0].instance == ""
+        replica.tell(5, stored)
+        await until(lambda: "stats" in listener.kinds())
+        assert listener.told[2] == ("events", 5, [stored])
+        client.subscribe(6)
+        await until(lambda: len(replica.subscribes) == 2)
+        assert replica.subscribes[1].next_seq == 6
+        assert replica.subscribes[1].instance == replica.hello.instance
+
+
+async def test_the_listener_hears_of_the_end_before_the_receivers_do(replica):
+    order: list[str] = []
+    listener = Listener()
+    listener.on_down = lambda replica_id, reason: order.append("down")  # type: ignore[method-assign]
+    async with watched(replica, replica_id="a", listener=listener) as client:
+        replica.paused = True
+        receiver = Receiver()
+        receiver.on_failed = lambda error, outcome: order.append("failed")  # type: ignore[method-assign]
+        client.submit(make_request(), receiver)
+        await until(lambda: replica.submits)
+        replica.die()
+        await until(lambda: len(order) == 2)
+    assert order == ["down", "failed"]

@@ -1,0 +1,477 @@
+"""One request through deaths, hand-overs, refusals and aborts: each token once, each lease released."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from headrace.core.errors import EngineError, InvalidRequestError, UnavailableError
+from headrace.core.identity import block_identities, split_identities
+from headrace.core.knobs import RouterConfig
+from headrace.core.messages import Failed, Output, Step
+from headrace.core.request import Request
+from headrace.router import flight as flight_module
+from tests.router.fleet import fleet
+from tests.router.replicas import BLOCK_SIZE, ROOT, expected, make_request, until
+
+LENGTH = 8
+
+
+def once(trouble, *, sample=0, position=3):
+    """The trouble, at the first replica that comes to this token."""
+    left = [trouble]
+
+    def ask(request, index, at):
+        return left.pop() if left and (index, at) == (sample, position) else None
+
+    return ask
+
+
+def beset(replicas, ask):
+    for replica in replicas:
+        replica.trouble = ask
+
+
+def check(sink, request: Request) -> None:
+    """Every sample is what it would have been, and ended once."""
+    assert sink.error is None
+    first = request.sample_index
+    for sample in range(first, first + request.sampling.n):
+        assert sink.tokens(sample) == expected(request, sample)
+        assert sink.reason(sample) == "length"
+
+
+@pytest.mark.parametrize("trouble", ["die", "garbage", "half", "fail", "stop"])
+@pytest.mark.parametrize("position", range(LENGTH))
+async def test_a_stream_goes_on_token_for_token_wherever_it_breaks(tmp_path, trouble, position):
+    async with fleet(tmp_path) as f:
+        beset(f.replicas, once(trouble, position=position))
+        request = make_request(max_tokens=LENGTH)
+        sink = f.submit(request)
+        await until(lambda: sink.ended)
+        check(sink, request)
+        assert sink.flight.num_rescues == 1
+        await f.quiet()
+        resubmitted = [r for replica in f.replicas for r in replica.submits if r != request]
+        if not resubmitted:
+            assert position == 0 or trouble == "garbage"  # nothing had come: the same request again
+        for again in resubmitted:
+            assert again.sampling == request.sampling
+            count = again.num_output_tokens
+            assert list(again.token_ids())[10:] == expected(request, count=count)
+            chain = block_identities(ROOT, again.prompt, BLOCK_SIZE)
+            assert split_identities(again.block_ids) == chain
+
+
+@pytest.mark.parametrize("trouble", ["die", "fail", "stop"])
+@pytest.mark.parametrize("sample", [0, 2])
+@pytest.mark.parametrize("position", [0, 1, LENGTH - 1])
+async def test_several_samples_each_go_on_from_their_own_last_token(tmp_path, trouble, sample, position):
+    async with fleet(tmp_path) as f:
+        beset(f.replicas, once(trouble, sample=sample, position=position))
+        request = make_request(max_tokens=LENGTH, n=3)
+        sink = f.submit(request)
+        await until(lambda: sink.ended)
+        check(sink, request)
+        await f.quiet()
+
+
+async def test_samples_that_have_ended_or_were_stopped_are_not_resumed(tmp_path):
+    async with fleet(tmp_path) as f:
+        request = make_request(max_tokens=LENGTH, n=3)
+        beset(f.replicas, once("die", sample=2, position=5))
+        sink = f.submit(request)
+
+        def stop_one(outputs):
+            if len(sink.tokens(1)) == 2:
+                sink.flight.abort_sample(1)
+
+        sink.after = stop_one
+        await until(lambda: sink.ended)
+        assert sink.tokens(0) == expected(request, 0)
+        assert sink.tokens(1) == expected(request, 1, 2)
+        assert sink.tokens(2) == expected(request, 2)
+        again = [r for replica in f.replicas for r in replica.submits if r.num_output_tokens]
+        assert sorted(r.sample_index for r in again) == [0, 2]
+        await f.quiet()
+
+
+async def test_log_probabilities_come_once_for_each_token_and_once_for_the_prompt(tmp_path):
+    async with fleet(tmp_path) as f:
+        beset(f.replicas, once("die", position=4))
+        request = make_request(max_tokens=LENGTH, logprobs=1, prompt_logprobs=0)
+        sink = f.submit(request)
+        await until(lambda: sink.ended)
+        check(sink, request)
+        positions = [-entry.logprob for output in sink.outputs for entry in output.logprobs]
+        assert positions == list(range(1, LENGTH + 1))
+        assert sum(output.prompt_logprobs is not None for output in sink.outputs) == 1
+        again = [r for replica in f.replicas for r in replica.submits if r.num_output_tokens]
+        assert [r.sampling.prompt_logprobs for r in again] == [None]
+        assert again[0].sampling == msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+
+
+async def test_a_prompts_log_probabilities_are_asked_for_again_if_they_never_came(tmp_path):
+    async with fleet(tmp_path) as f:
+        beset(f.replicas, once("die", position=0))
+        sink = f.submit(make_request(prompt_logprobs=0))
+        await until(lambda: sink.ended)
+        assert sum(output.prompt_logprobs is not None for output in sink.outputs) == 1
+
+
+async def test_several_deaths_in_a_row(tmp_path):
+    async with fleet(tmp_path, 4) as f:
+        deaths = {2, 3, 6}
+        beset(
+            f.replicas,
+            lambda request, index, at: deaths.discard(at) or "die" if at in deaths else None,
+        )
+        request = make_request(max_tokens=LENGTH, n=2)
+        sink = f.submit(request)
+        await until(lambda: sink.ended)
+        check(sink, request)
+        assert sink.flight.num_rescues == 3
+        await f.quiet()
+
+
+async def test_more_deaths_than_moves_end_in_an_error(tmp_path):
+    config = RouterConfig(routing_policy="round_robin", max_rescues=2)
+    async with fleet(tmp_path, 4, config=config) as f:
+        beset(f.replicas, lambda request, index, at: "die" if at == 2 + request.num_output_tokens else None)
+        sink = f.submit(make_request())
+        await until(lambda: sink.ended)
+        assert isinstance(sink.error, UnavailableError)
+        assert sink.flight.num_rescues == 2
+        assert sink.tokens() == expected(make_request(), count=6)
+        await f.quiet()
+
+
+async def test_a_living_replicas_faults_are_retried_within_the_budget_only(tmp_path):
+    config = RouterConfig(routing_policy="round_robin", retry_budget=0.0)
+    async with fleet(tmp_path, config=config) as f:
+        beset(f.replicas, once("fail"))
+        sink = f.submit(make_request())
+        await until(lambda: sink.ended)
+        assert isinstance(sink.error, EngineError)
+        beset(f.replicas, once("die"))
+        sink = f.submit(make_request("again"))
+        await until(lambda: sink.ended)
+        check(sink, make_request("again"))  # a death is no retry
+
+
+async def test_the_callers_fault_is_not_retried(tmp_path):
+    async with fleet(tmp_path) as f:
+        for replica in f.replicas:
+            replica.paused = True
+        sink = f.submit(make_request())
+        await until(lambda: any(replica.submits for replica in f.replicas))
+        replica = f.on(sink.flight)
+        failed = Failed("r", 400, "invalid_request_error", "no such thing", "prompt")
+        replica.peers[0].send(Step(outputs=[], failed=[failed], stats=replica.stats))
+        await until(lambda: sink.ended)
+        assert isinstance(sink.error, InvalidRequestError) and sink.error.param == "prompt"
+        assert sum(len(replica.submits) for replica in f.replicas) == 1
+        await until(lambda: replica.aborts)
+        replica.samples.clear()
+        await f.quiet()
+
+
+async def test_a_replica_that_has_just_begun_to_drain_is_nobodys_fault(tmp_path):
+    config = RouterConfig(routing_policy="round_robin", max_rescues=0, retry_budget=0.0)
+    async with fleet(tmp_path, config=config) as f:
+        f.replicas[0].draining = True  # and the router does not know it yet
+        for name in "xyz":
+            sink = f.submit(make_request(name))
+            await until(lambda sink=sink: sink.ended)
+            check(sink, make_request(name))
+            assert sink.flight.num_rescues == 0
+        assert all(replica.num_faults == 0 for replica in f.placer.router.status().replicas)
+
+
+async def test_the_only_replica_dies_and_the_request_waits_for_its_next_life(tmp_path):
+    async with fleet(tmp_path, 1) as f:
+        (replica,) = f.replicas
+        replica.trouble = once("die", position=5)
+        request = make_request(max_tokens=LENGTH, n=2)
+        sink = f.submit(request)
+        await until(lambda: f.placer.router.status().num_queued)
+        assert not f.dispatcher.ready(request.model)
+        assert f.dispatcher.info(request.model) is not None
+        await replica.restart()
+        await until(lambda: sink.ended)
+        check(sink, request)
+        await f.quiet()
+
+
+async def test_silence_is_given_up_and_the_stream_goes_on(tmp_path):
+    config = RouterConfig(routing_policy="round_robin", replica_timeout_s=0.2)
+    async with fleet(tmp_path, config=config) as f:
+        beset(f.replicas, once("hang"))
+        sink = f.submit(make_request())
+        await until(lambda: sink.ended)
+        check(sink, make_request())
+        for replica in f.replicas:
+            replica.samples.clear()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_hand_over_moves_what_runs_and_stops_it_where_it_was(tmp_path, begun):
+    async with fleet(tmp_path) as f:
+        request = make_request(max_tokens=200, n=2)
+        if not begun:
+            for replica in f.replicas:
+                replica.paused = True
+        sink = f.submit(request)
+        await until(lambda: len(sink.outputs) > 3 if begun else any(r.submits for r in f.replicas))
+        old = f.on(sink.flight)
+        leaving = msgspec.structs.replace(old.endpoint, draining=True, hand_over=True)
+        f.placer.set_endpoint(leaving)
+        f.placer.set_endpoint(leaving)  # told twice, done once
+        new = f.on(sink.flight)
+        assert new is not old
+        for replica in f.replicas:
+            replica.resume()
+        await until(lambda: sink.ended)
+        check(sink, request)
+        assert sink.flight.num_rescues == 1
+        assert [abort.request_id for abort in old.aborts] == ["r"]
+        assert len(new.submits) == (2 if begun else 1)
+        await f.quiet()
+
+
+async def test_with_no_move_left_a_request_stays_where_it_is(tmp_path):
+    config = RouterConfig(routing_policy="round_robin", max_rescues=0)
+    async with fleet(tmp_path, config=config) as f:
+        sink = f.submit(make_request())
+        old = f.on(sink.flight)
+        f.placer.set_endpoint(msgspec.structs.replace(old.endpoint, draining=True, hand_over=True))
+        await until(lambda: sink.ended)
+        check(sink, make_request())
+        assert f.on(sink.flight) is old
+
+
+async def test_abort_while_it_waits_in_the_router(tmp_path):
+    async with fleet(tmp_path, 1) as f:
+        f.placer.set_endpoint(msgspec.structs.replace(f.replicas[0].endpoint, draining=True))
+        sink = f.submit(make_request())
+        assert f.placer.router.status().num_queued == 1
+        sink.flight.abort()
+        sink.deaf = True
+        await f.quiet()
+        f.placer.set_endpoint(f.replicas[0].endpoint)
+        other = f.submit(make_request("other"))
+        await until(lambda: other.ended)
+        assert [r.request_id for r in f.replicas[0].submits] == ["other"]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_abort_while_it_runs(tmp_path, moved):
+    async with fleet(tmp_path) as f:
+        if moved:
+            beset(f.replicas, once("die"))
+        sink = f.submit(make_request(max_tokens=10_000, n=2))
+        await until(lambda: len(sink.tokens()) > 5)
+        sink.flight.abort()
+        sink.deaf = True
+        sink.flight.abort()
+        sink.flight.abort_sample(0)
+        await f.quiet()
+
+
+async def test_abort_from_within_an_output(tmp_path):
+    async with fleet(tmp_path) as f:
+        sink = f.submit(make_request(max_tokens=10_000))
+
+        def stop(outputs):
+            sink.deaf = True
+            sink.flight.abort()
+
+        sink.after = stop
+        await until(lambda: sink.ended)
+        await f.quiet()
+        assert len(sink.outputs) == 1
+
+
+async def test_abort_right_after_a_refusal_hears_nothing(tmp_path):
+    async with fleet(tmp_path) as f:
+        request = msgspec.structs.replace(make_request(), model="unknown")
+        sink = f.submit(request)
+        sink.flight.abort()
+        sink.deaf = True
+        refused = f.submit(msgspec.structs.replace(request, request_id="other"))
+        assert refused.error is None
+        await until(lambda: refused.error)
+        assert isinstance(refused.error, UnavailableError)
+        await f.quiet()
+
+
+async def test_stopping_every_sample_finishes_the_request(tmp_path):
+    async with fleet(tmp_path) as f:
+        sink = f.submit(make_request(max_tokens=10_000, n=2))
+
+        def stop(outputs):
+            for output in outputs:
+                sink.flight.abort_sample(output.sample_index)
+
+        sink.after = stop
+        await until(lambda: sink.ended)
+        await f.quiet()
+        (decision,) = await f.placer.why("caller-r")
+        assert decision.outcome == "finished"
+
+
+async def test_a_sink_that_throws_ends_its_own_request_only(tmp_path):
+    async with fleet(tmp_path, 1) as f:
+        bad, good = f.submit(make_request("bad")), f.submit(make_request("good"))
+
+        def throw(outputs):
+            raise RuntimeError("no")
+
+        bad.after = throw
+        await until(lambda: bad.ended and good.ended)
+        assert isinstance(bad.error, EngineError)
+        check(good, make_request("good"))
+        await f.quiet()
+
+
+class Script:
+    """A worker that says what a test tells it to."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.submits: list[tuple[Request, object]] = []
+        self.aborts: list[tuple[str, int | None]] = []
+
+    def submit(self, request, receiver):
+        self.submits.append((request, receiver))
+
+    def abort(self, request_id, sample_index=None):
+        self.aborts.append((request_id, sample_index))
+
+
+@pytest.fixture
+async def scripted(tmp_path, monkeypatch):
+    async with fleet(tmp_path) as f:
+        workers = {"a": Script(), "b": Script()}
+        monkeypatch.setattr(f.dispatcher, "worker", workers.get)
+        f.workers = workers
+        yield f
+
+
+def first_leg(f):
+    ((worker, request, leg),) = [(w, r, leg) for w in f.workers.values() for r, leg in w.submits]
+    return worker, request, leg
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "reason", "stop_token"),
+    [
+        ({"max_tokens": 3}, [1, 2, 3], "length", None),
+        ({"max_tokens": 9}, [1, 2, 7], "stop", 7),  # EOS
+        ({"max_tokens": 9, "stop_token_ids": [5]}, [1, 5], "stop", 5),
+        ({"max_tokens": None, "ignore_eos": True}, [7] * (512 - 10), "length", None),
+    ],
+)
+async def test_a_sample_that_has_all_its_tokens_is_ended_not_resumed(
+    scripted, sampling, tokens, reason, stop_token
+):
+    """Engines of others tell the end a message after the last token, which may never come."""
+    sink = scripted.submit(make_request(**sampling))
+    _, _, leg = first_leg(scripted)
+    leg.on_outputs([Output("r", 0, tokens)])
+    leg.on_failed(UnavailableError("gone"), "replica_gone")
+    assert sink.ended and sink.error is None
+    assert sink.tokens() == tokens
+    assert sink.outputs[-1] == Output("r", 0, [], reason, stop_token)
+
+
+@pytest.mark.parametrize("sampling", [{"min_tokens": 4}, {"ignore_eos": True}])
+async def test_an_end_token_that_does_not_count_is_no_end(scripted, sampling):
+    sink = scripted.submit(make_request(**sampling))
+    _, _, leg = first_leg(scripted)
+    leg.on_outputs([Output("r", 0, [1, 7])])
+    leg.on_failed(UnavailableError("gone"), "replica_gone")
+    assert not sink.ended
+    again = [r for worker in scripted.workers.values() for r, _ in worker.submits][-1]
+    assert again.num_output_tokens == 2
+
+
+async def test_what_a_former_worker_still_says_is_ignored(scripted):
+    sink = scripted.submit(make_request(n=2))
+    old, _, leg = first_leg(scripted)
+    leg.on_outputs([Output("r", 0, [1]), Output("r", 1, [2])])
+    leg.on_failed(UnavailableError("gone"), "replica_gone")
+    (new,) = [worker for worker in scripted.workers.values() if worker is not old]
+    assert [request.sample_index for request, _ in new.submits] == [0, 1]
+    leg.on_outputs([Output("r", 0, [9])])
+    leg.on_failed(UnavailableError("gone"), "replica_gone")
+    assert sink.tokens() == [1] and sink.flight.num_rescues == 1
+    _, second = new.submits[0]
+    second.on_outputs([Output("r", 0, [3], "stop"), Output("r", 1, [4], "length")])
+    assert sink.tokens(0) == [1, 3] and sink.tokens(1) == [2, 4]
+    assert sink.ended
+
+
+async def test_a_submit_that_fails_half_way_stops_what_went_out(scripted):
+    sink = scripted.submit(make_request(n=2))
+    old, _, leg = first_leg(scripted)
+    leg.on_outputs([Output("r", 0, [1])])
+    (new,) = [worker for worker in scripted.workers.values() if worker is not old]
+
+    def submit(request, receiver):
+        if len(new.submits) == 1:
+            raise UnavailableError("gone")
+        new.submits.append((request, receiver))
+
+    new.submit = submit
+    leg.on_failed(UnavailableError("gone"), "replica_gone")
+    assert [r.sample_index for r, _ in new.submits] == [0]
+    assert new.aborts == [("r", None)]
+    assert sink.flight.num_rescues == 2 and not sink.ended
+    assert sink.flight.placement is None  # it waits until one of the two is trusted again
+
+
+async def test_it_waits_for_this_processs_own_connection(scripted, monkeypatch):
+    for worker in scripted.workers.values():
+        worker.alive = False
+    sink = scripted.submit(make_request())
+    await asyncio.sleep(0.05)
+    assert not any(worker.submits for worker in scripted.workers.values())
+    for worker in scripted.workers.values():
+        worker.alive = True
+    await until(lambda: any(worker.submits for worker in scripted.workers.values()))
+    assert sink.flight.num_rescues == 0
+    sink.flight.abort()
+    monkeypatch.setattr(flight_module, "CONNECT_S", 0.02)
+    for worker in scripted.workers.values():
+        worker.alive = False
+    late = scripted.submit(make_request("late"))
+    await until(lambda: late.ended)
+    assert isinstance(late.error, UnavailableError)
+    aborted = scripted.submit(make_request("aborted"))
+    aborted.flight.abort()
+    aborted.deaf = True
+    await asyncio.sleep(0.05)
+    await scripted.quiet()
+
+
+async def test_what_the_router_and_the_receipt_are_told(scripted, monkeypatch):
+    told: list[tuple] = []
+    placer = scripted.placer
+    monkeypatch.setattr(placer, "began", lambda *args: told.append(("began", *args)))
+    monkeypatch.setattr(placer, "release", lambda *args: told.append(("release", *args)))
+    sink = scripted.submit(make_request(max_tokens=9))
+    _, _, leg = first_leg(scripted)
+    leg.on_outputs([Output("r", 0, [1, 2], num_cached_tokens=4)])
+    leg.on_outputs([Output("r", 0, [3], "stop", 3)])
+    flight = sink.flight
+    assert [entry[0] for entry in told] == ["began", "release"]
+    assert told[0][3] == 4
+    assert told[1][1:4] == ("r", "finished", 3)
+    assert told[0][2] == flight.first_token_at - flight.placed_at
+    assert told[1][4] == flight.last_token_at - flight.first_token_at
+    assert flight.submitted_at <= flight.placed_at <= flight.first_token_at <= flight.last_token_at
+    assert flight.placement.replica_id in "ab"
