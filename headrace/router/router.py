@@ -38,6 +38,7 @@ from headrace.router.recent import Popularity, Sessions
 from headrace.router.refusals import no_replica, queue_full, waited_too_long
 from headrace.router.registry import SUSPECT_S, OpenLease, Registry, Replica
 from headrace.router.waiting import LineKey, Waiter, Waiting
+from headrace.router.worker import is_ours
 
 SWEEP_S = 0.25
 TIDY_S = 5.0
@@ -143,16 +144,20 @@ class Router:
         return [replica.member() for replica in self._registry]
 
     def models(self) -> list[ModelInfo]:
-        """One per model that some replica has described; ``tokens`` if any of them takes tokens."""
-        found: dict[str, ModelInfo] = {}
+        """One per model that some replica has described; ``tokens`` if any of them takes tokens.
+
+        One of our own decides the identities before servers that adopt them.
+        """
+        found: dict[str, tuple[tuple[bool, bool], ModelInfo]] = {}
         for replica in self._registry:
             info = replica.model
             if info is None:
                 continue
+            rank = (info.tokens, is_ours(replica.endpoint))
             known = found.get(replica.endpoint.model)
-            if known is None or (info.tokens and not known.tokens):
-                found[replica.endpoint.model] = info
-        return list(found.values())
+            if known is None or rank > known[0]:
+                found[replica.endpoint.model] = (rank, info)
+        return [info for _, info in found.values()]
 
     # What replicas say
 

@@ -25,8 +25,11 @@ class Lookup(Exception):
 class Reader(Protocol):
     """Turns the answer for one sample into outputs; ServerFault for an error in it.
 
-    A ``DecodeError`` of msgspec means garbage.
+    A ``DecodeError`` of msgspec means garbage. ``goes_on``: the last output was given, but the server does
+    not know.
     """
+
+    goes_on: bool
 
     def on_event(self, data: bytes) -> list[Output]:
         """One server-sent event. May raise Lookup: events wait until ``on_lookup``."""

@@ -117,6 +117,8 @@ class LlamaServer:
 class LlamaReader:
     """See Reader. Token ids that shall stop the answer are looked for here; the server knows none."""
 
+    goes_on = False
+
     def __init__(self, request: Request, sample_index: int) -> None:
         self._request = request
         self._index = sample_index
@@ -168,6 +170,7 @@ class LlamaReader:
         self._num_tokens += len(token_ids)
         self._last_token = token_ids[-1]
         reason: FinishReason | None = "stop" if stop_token is not None else None
+        self.goes_on = reason is not None
         return [
             Output(self._request.request_id, self._index, token_ids, reason, stop_token, self._num_cached)
         ]

@@ -94,6 +94,8 @@ class SGLang:
 class SGLangReader:
     """See Reader."""
 
+    goes_on = False
+
     def __init__(self, request: Request, sample_index: int) -> None:
         self._request = request
         self._index = sample_index

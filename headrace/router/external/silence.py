@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 
-from headrace.router.external.http_client import HTTPClient, HTTPFailure
+from headrace.router.external.http_client import Call, HTTPClient, HTTPFailure
 
 PROBE_TIMEOUT_S = 10.0
 NUM_PROBES = 3
@@ -34,17 +34,17 @@ class SilenceWatch:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._silence_s / 4)
-            silent = [call for call in self._client.calls if self._is_silent(call.heard_at)]
+            silent = [call for call in self._client.calls if self._is_silent(call)]
             if silent and not await self._answers():
                 url = self._client.base.url
                 self._log.error("%s holds %d requests and does not answer", url, len(silent))
                 message = f"{url} does not answer: not a byte for {self._silence_s:g} s"
                 for call in silent:
-                    if self._is_silent(call.heard_at):
+                    if self._is_silent(call):
                         call.fail(HTTPFailure("closed", message))
 
-    def _is_silent(self, heard_at: float) -> bool:
-        return self._loop.time() - heard_at >= self._silence_s
+    def _is_silent(self, call: Call) -> bool:
+        return not call.paused and self._loop.time() - call.heard_at >= self._silence_s
 
     async def _answers(self) -> bool:
         """Any answer at all counts, a 404 included."""

@@ -120,6 +120,8 @@ class VLLM:
 class VLLMReader:
     """See Reader. The last output waits for the usage behind it, which tells the cached tokens."""
 
+    goes_on = False
+
     def __init__(self, request: Request, sample_index: int) -> None:
         self._request = request
         self._index = sample_index

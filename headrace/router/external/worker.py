@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,7 +17,7 @@ from headrace.core.errors import UnavailableError
 from headrace.core.messages import Output
 from headrace.core.request import Request
 from headrace.core.routing import Capabilities, Endpoint, EngineKind
-from headrace.router.external.engine import Lookup, TokenEngine
+from headrace.router.external.engine import Lookup, Reader, TokenEngine
 from headrace.router.external.faults import ServerFault, fault_of_failure, fault_of_status, garbage
 from headrace.router.external.http_client import Call, Headers, HTTPClient, HTTPFailure
 from headrace.router.external.llama_server import LlamaServer
@@ -109,7 +110,7 @@ class ExternalWorker:
             if not samples:
                 del self._samples[request_id]
 
-    def reader_of(self, request: Request, index: int):  # type: ignore[no-untyped-def]
+    def reader_of(self, request: Request, index: int) -> Reader:
         return self._engine.reader(request, index)
 
 
@@ -241,7 +242,7 @@ class _Sample:
         if self._closed_early and not self._ended and self._lookup is None:
             self.on_end()
 
-    def _read(self, read) -> None:  # type: ignore[no-untyped-def]
+    def _read(self, read: Callable[[], list[Output]]) -> None:
         try:
             outputs = read()
         except ServerFault as error:
@@ -258,6 +259,8 @@ class _Sample:
             # The rest of the answer says nothing more; a whole stream leaves its connection in the pool.
             self._ended = True
             self._worker.forget(self)
+            if self._reader.goes_on and self.call is not None:
+                self.call.abort()
         self._receiver.on_outputs(outputs)
 
     def _fail(self, fault: ServerFault) -> None:
