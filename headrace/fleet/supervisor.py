@@ -1,0 +1,415 @@
+"""The replicas that run on this machine: started together, watched, added, replaced and taken away.
+
+    Supervisor ── set_endpoint, remove_endpoint ──► Registrar (the router, here or in its own process)
+        │      ◄── status: who is ready, what runs where ──
+        └── LocalReplica ── python -m headrace.replica
+
+What leaves, leaves in this order: the router places nothing new there; what runs gets time to finish; what
+still runs is handed over to others; the process ends; the router forgets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.core.deployment import ModelDeployment, ReplicaDeployment
+from headrace.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
+from headrace.core.knobs import LogConfig
+from headrace.core.launch import MachineShare, ReplicaSpec
+from headrace.core.machine import available_memory
+from headrace.core.messages import Hello
+from headrace.core.routing import Endpoint, FleetStatus, ReplicaStatus
+from headrace.fleet.greeting import greeting
+from headrace.fleet.local import LocalReplica
+from headrace.fleet.runtime_directory import RuntimeDirectory
+
+log = logging.getLogger("headrace.fleet")
+
+Report = Callable[[str], None]
+
+MAX_REPLICAS = 64
+POLL_S = 0.05
+# The router reaches a replica that listens in milliseconds, unless it is busy or just starting itself.
+REACH_TIMEOUT_S = 60.0
+# A hand-over takes as long as the other replicas need to take the work.
+HAND_OVER_S = 10.0
+
+
+class Registrar(Protocol):
+    """The router as the supervisor sees it; a Placer is one, and so is RouterRegistrar."""
+
+    def set_endpoint(self, endpoint: Endpoint) -> None: ...
+    def remove_endpoint(self, replica_id: str) -> None: ...
+    async def status(self) -> FleetStatus:
+        """UnavailableError while it does not answer."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model whose replicas run here; ``folder`` and ``revision`` are what its name resolved to."""
+
+    deployment: ModelDeployment
+    folder: Path
+    revision: str
+
+    @property
+    def name(self) -> str:
+        return self.deployment.name
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a replica runs: the first process there is named after its slot, later ones add a number."""
+
+    model: LocalModel
+    plan: ReplicaDeployment
+    generation: int = 0
+
+    @property
+    def slot(self) -> str:
+        return self.plan.id
+
+    @property
+    def replica_id(self) -> str:
+        return f"{self.slot}.{self.generation}" if self.generation else self.slot
+
+
+@dataclass(eq=False)
+class _Managed:
+    """One replica and what the router was told of it; ``loading``: bytes of weights done and in all."""
+
+    place: _Place
+    replica: LocalReplica
+    endpoint: Endpoint
+    hello: Hello | None = None
+    loading: tuple[int, int] = (0, 0)
+    on_loading: Callable[[], None] = lambda: None
+
+    @property
+    def id(self) -> str:
+        return self.place.replica_id
+
+
+class Supervisor:
+    """Owns every LocalReplica of one server. All calls happen in one event loop.
+
+    ``scale``, ``reload`` and ``drain`` run one after the other; each reports lines about what it does and
+    returns a last one. ``stop`` may come at any time and ends them.
+    """
+
+    def __init__(
+        self,
+        registrar: Registrar,
+        models: Sequence[LocalModel],
+        *,
+        directory: RuntimeDirectory,
+        grace_s: float,
+        logs: LogConfig | None = None,
+    ) -> None:
+        """``grace_s`` is the time that requests get to finish on a replica that leaves; sockets lie in
+        ``directory``, which the caller closes after ``stop``."""
+        self._registrar = registrar
+        self._models = list(models)
+        self._directory = directory
+        self._grace_s = grace_s
+        self._logs = logs or LogConfig()
+        self._managed: dict[str, _Managed] = {}  # announced to the router, by replica id
+        self._starting: list[_Managed] = []
+        self._memory_bytes = 0
+        self._command = asyncio.Lock()
+        self._stopping = False
+
+    @property
+    def hellos(self) -> dict[str, Hello]:
+        """What each replica said of itself when its process was first ready."""
+        return {name: managed.hello for name, managed in self._managed.items() if managed.hello is not None}
+
+    @property
+    def pids(self) -> dict[str, int | None]:
+        """The present process of each replica."""
+        return {name: managed.replica.pid for name, managed in self._managed.items()}
+
+    async def start(self, on_loading: Callable[[int, int], None] | None = None) -> None:
+        """Starts every replica at once; returns when the router has reached them all.
+
+        ``on_loading`` is told bytes of weights done and in all, of all replicas together. Raises the
+        StartupError of the first that cannot start; none runs then.
+        """
+        self._memory_bytes = available_memory()
+        places = [_Place(model, plan) for model in self._models for plan in model.deployment.replicas]
+        await self._launch(places, len(places), on_loading)
+
+    async def scale(self, model: str, replicas: int, report: Report) -> str:
+        """Brings the local replicas of a model (empty: the only one) to a number; the last ones leave first.
+
+        Raises what a new replica failed with; the fleet is then as it was.
+        """
+        async with self._exclusive(report):
+            chosen = self._model(model)
+            if not 0 <= replicas <= MAX_REPLICAS:
+                raise InvalidRequestError(f"replicas must be in [0, {MAX_REPLICAS}], got {replicas}")
+            present = self._of_model(chosen)
+            missing = replicas - len(present)
+            if missing > 0:
+                places = list(itertools.islice(self._free_places(chosen), missing))
+                report(f"starting {', '.join(place.slot for place in places)}")
+                await self._launch(places, len(self._managed) + missing)
+            elif missing < 0:
+                leaving = present[replicas:]
+                await asyncio.gather(*(self._retire(managed, report) for managed in leaving))
+            return f"{chosen.name} runs {_count(replicas, 'replica')} (before: {len(present)})"
+
+    async def reload(self, target: str, report: Report) -> str:
+        """Replaces the replicas of a model, or one replica, by new processes, one after the other.
+
+        ``target`` is a model, a replica, or empty for all. Each new one is ready before the old one leaves.
+        Raises what a new replica failed with; those not yet replaced then stay.
+        """
+        async with self._exclusive(report):
+            chosen = self._targets(target)
+            for old in chosen:
+                place = self._next_place(old.place)
+                report(f"starting {place.replica_id} in place of {old.id}")
+                await self._launch([place], len(self._managed))
+                await self._retire(old, report)
+            return f"reloaded {_count(len(chosen), 'replica')}"
+
+    async def drain(self, replica_id: str, report: Report) -> str:
+        """Takes one replica away without failing a request."""
+        async with self._exclusive(report):
+            managed = self._managed.get(replica_id)
+            if managed is None:
+                raise NotFoundError(f"no replica {replica_id!r} runs here; there are {_names(self._managed)}")
+            await self._retire(managed, report)
+            return f"{replica_id} is gone"
+
+    def kill(self, replica_id: str, pid: int) -> None:
+        """Ends a process that does not answer any more, if it is still that replica's; it is replaced."""
+        managed = self._managed.get(replica_id)
+        if managed is not None:
+            managed.replica.kill(pid)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends every replica, those that are starting too; what runs gets ``grace_s`` seconds to finish."""
+        self._stopping = True
+        for replica_id in self._managed:
+            self._registrar.remove_endpoint(replica_id)
+        everything = [*self._starting, *self._managed.values()]
+        await asyncio.gather(*(managed.replica.stop(grace_s) for managed in everything))
+        self._managed.clear()
+
+    # Starting
+
+    async def _launch(
+        self,
+        places: Sequence[_Place],
+        total: int,
+        on_loading: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Starts replicas side by side, as parts of ``total``: all of them, or none and raises why."""
+        share = MachineShare(num_replicas=total, memory_bytes=self._memory_bytes // total if total > 1 else 0)
+        added = [self._make(place, share) for place in places]
+
+        def tell_loading() -> None:
+            if on_loading is not None:
+                on_loading(*(sum(managed.loading[i] for managed in added) for i in (0, 1)))
+
+        for managed in added:
+            managed.on_loading = tell_loading
+        self._starting += added
+        try:
+            await _all_or_none(managed.replica.start() for managed in added)
+            for managed in added:
+                managed.hello = await greeting(managed.replica.spec.socket)
+            if self._stopping:
+                raise UnavailableError("the server is shutting down")
+            for managed in added:
+                self._managed[managed.id] = managed
+                self._registrar.set_endpoint(managed.endpoint)
+            await self._wait_reached({managed.id for managed in added})
+        except BaseException:
+            for managed in added:
+                self._forget(managed)
+            await asyncio.gather(*(managed.replica.stop(0.0) for managed in added))
+            raise
+        finally:
+            self._starting = [managed for managed in self._starting if managed not in added]
+
+    def _make(self, place: _Place, share: MachineShare) -> _Managed:
+        model, plan = place.model, place.plan
+        spec = ReplicaSpec(
+            replica_id=place.replica_id,
+            model=model.name,
+            folder=str(model.folder),
+            revision=model.revision,
+            socket=self._directory.socket(place.replica_id),
+            engine=plan.engine,
+            share=share,
+            logs=self._logs,
+        )
+        endpoint = Endpoint(
+            replica_id=place.replica_id,
+            model=model.name,
+            address=spec.socket,
+            kind="headrace",
+            hardware=plan.hardware,
+            price_per_hour=plan.price_per_hour,
+        )
+
+        def on_loading(done: int, total: int) -> None:
+            managed.loading = done, total
+            managed.on_loading()
+
+        def on_restart() -> None:
+            self._change(managed, num_restarts=replica.num_restarts)
+
+        replica = LocalReplica(spec, on_loading=on_loading, on_restart=on_restart)
+        managed = _Managed(place, replica, endpoint)
+        return managed
+
+    def _change(self, managed: _Managed, **changes: object) -> None:
+        """Tells the router what is new about a replica, unless it has been removed there."""
+        managed.endpoint = msgspec.structs.replace(managed.endpoint, **changes)
+        if managed.id in self._managed:
+            self._registrar.set_endpoint(managed.endpoint)
+
+    async def _wait_reached(self, names: set[str]) -> None:
+        deadline = asyncio.get_running_loop().time() + REACH_TIMEOUT_S
+        while True:
+            seen = await self._seen()
+            missing = [name for name in names if name not in seen or seen[name].member.state != "ready"]
+            if not missing:
+                return
+            if self._stopping:
+                raise UnavailableError("the server is shutting down")
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(f"the router did not reach {', '.join(missing)} in {REACH_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(POLL_S)
+
+    # Leaving
+
+    async def _retire(self, managed: _Managed, report: Report) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._grace_s
+        self._change(managed, draining=True)
+        report(f"{managed.id} takes nothing new and finishes what runs")
+        if not await self._wait_idle(managed.id, self._grace_s):
+            report(f"{managed.id} hands over what still runs after {self._grace_s:.0f} s")
+            self._change(managed, hand_over=True)
+            await self._wait_idle(managed.id, HAND_OVER_S)
+        # It drains by itself too: a router that has just started may not know of all that runs there.
+        await managed.replica.stop(max(0.0, deadline - loop.time()))
+        self._forget(managed)
+        report(f"{managed.id} has ended")
+
+    def _forget(self, managed: _Managed) -> None:
+        if self._managed.pop(managed.id, None) is not None:
+            self._registrar.remove_endpoint(managed.id)
+
+    async def _wait_idle(self, replica_id: str, limit_s: float) -> bool:
+        """Whether nothing is in flight there within ``limit_s`` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + limit_s
+        while True:
+            seen = (await self._seen()).get(replica_id)
+            if seen is not None and seen.num_in_flight == 0:
+                return True
+            if self._stopping or loop.time() >= deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+
+    async def _seen(self) -> dict[str, ReplicaStatus]:
+        """What the router knows of replicas, by id; nothing while it does not answer."""
+        try:
+            status = await self._registrar.status()
+        except UnavailableError as error:
+            log.debug("no status: %s", error)
+            return {}
+        return {replica.member.endpoint.replica_id: replica for replica in status.replicas}
+
+    # Who is meant
+
+    @contextlib.asynccontextmanager
+    async def _exclusive(self, report: Report) -> AsyncIterator[None]:
+        if self._command.locked():
+            report("waiting for the command before this one to end")
+        async with self._command:
+            if self._stopping:
+                raise UnavailableError("the server is shutting down")
+            yield
+
+    def _model(self, name: str) -> LocalModel:
+        """The model of that name; empty: the only one."""
+        if not name and len(self._models) == 1:
+            return self._models[0]
+        known = {alias: model for model in self._models for alias in model.deployment.names}
+        if name in known:
+            return known[name]
+        what = f"no model {name!r} has replicas here" if name else "say which model"
+        raise NotFoundError(f"{what}; there are {_names(model.name for model in self._models)}")
+
+    def _of_model(self, model: LocalModel) -> list[_Managed]:
+        return [managed for managed in self._managed.values() if managed.place.model is model]
+
+    def _targets(self, target: str) -> list[_Managed]:
+        """The replicas that a reload is about: by replica, by slot, by model; empty: all."""
+        if not target:
+            return list(self._managed.values())
+        named = [managed for managed in self._managed.values() if target in (managed.id, managed.place.slot)]
+        if named:
+            return named
+        for model in self._models:
+            if target in model.deployment.names:
+                return self._of_model(model)
+        names = _names([*(model.name for model in self._models), *self._managed])
+        raise NotFoundError(f"no model or replica {target!r} runs here; there are {names}")
+
+    def _free_places(self, model: LocalModel) -> Iterator[_Place]:
+        """Where more replicas of a model can run, by the lowest numbers that are free."""
+        taken = self._taken_names()
+        for number in itertools.count():
+            name = f"{model.deployment.replica_prefix}{number}"
+            if name not in taken:
+                yield _Place(model, ReplicaDeployment(id=name, engine=model.deployment.engine))
+
+    def _next_place(self, place: _Place) -> _Place:
+        """The same slot for the process that follows."""
+        taken = self._taken_names()
+        while place.replica_id in taken:
+            place = dataclasses.replace(place, generation=place.generation + 1)
+        return place
+
+    def _taken_names(self) -> set[str]:
+        workers = {worker.id for model in self._models for worker in model.deployment.workers}
+        slots = {managed.place.slot for managed in self._managed.values()}
+        return {*self._managed, *slots, *workers}
+
+
+async def _all_or_none(starts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Waits for all; when one fails, ends the others and raises what it failed with."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
