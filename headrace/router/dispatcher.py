@@ -119,14 +119,6 @@ class Dispatcher:
         link = self._links.get(replica_id)
         return None if link is None else link.text_worker
 
-    def text_members(self, model: str) -> list[str]:
-        """The replicas of a model that take text only."""
-        return [
-            member.endpoint.replica_id
-            for member in self.members()
-            if member.endpoint.model == model and _takes_text_only(member)
-        ]
-
     def hurry(self, replica_id: str) -> None:
         """Connects to a replica now, if this process still waits to try again."""
         worker = self.worker(replica_id)

@@ -179,7 +179,7 @@ class Flight:
     def _route(self) -> Route:
         request = self.request
         num_prompt_tokens, block_ids = len(request.prompt) // 4, request.block_ids
-        max_tokens, exclude = request.sampling.max_tokens, self._excluded
+        max_tokens = request.sampling.max_tokens
         if self._num_tokens:
             outputs = self._samples.values()
             num_prompt_tokens += max(map(len, outputs))
@@ -188,8 +188,6 @@ class Flight:
                 block_ids = self._block_ids(output)
             if max_tokens is not None:
                 max_tokens -= min(map(len, outputs))
-            # A server that takes text cannot go on from tokens.
-            exclude = [*exclude, *self._dispatcher.text_members(request.model)]
         return Route(
             request_id=request.request_id,
             model=request.model,
@@ -203,7 +201,7 @@ class Flight:
             session=request.session,
             deadline=request.deadline,
             attempt=self.attempt,
-            exclude=exclude,
+            exclude=self._excluded,
         )
 
     def _launch(self, deadline: float) -> None:
@@ -214,7 +212,10 @@ class Flight:
         worker = dispatcher.worker(replica_id)
         if worker is None or not worker.alive:
             text_worker = dispatcher.text_worker(replica_id)
-            if text_worker is not None:
+            if text_worker is not None and self._num_tokens:
+                self._leave("aborted")
+                self.fail(UnavailableError("the only server left takes text, and cannot go on from tokens"))
+            elif text_worker is not None:
                 leg = self._leg = Leg(self)
                 # Not from within submit: the sink does not know its flight yet.
                 dispatcher.loop.call_soon(leg.forward, self._sink, text_worker)

@@ -19,7 +19,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from headrace.core.errors import EngineError, UnavailableError
 from headrace.core.messages import (
@@ -40,14 +40,13 @@ from headrace.core.messages import (
 from headrace.core.request import Request
 from headrace.core.routing import Capabilities, ModelInfo, Outcome
 from headrace.core.version import __version__
-from headrace.core.wire import FrameError, encode_frame, gateway_decoder
+from headrace.core.wire import encode_frame, gateway_decoder
+from headrace.router.link import Link, stay_connected
 from headrace.router.worker import Receiver
 
 if TYPE_CHECKING:
     from headrace.router.external.monitor import MonitorListener
 
-MIN_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 1.0
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
 DEFAULT_SILENCE_S = 60.0
 
@@ -90,7 +89,7 @@ class ReplicaClient:
         self._on_hang = on_hang
         self._log = log or logging.getLogger(__name__)
         self._open: dict[str, dict[int, Receiver]] = {}  # request id -> its samples that have not ended
-        self._link: _Link | None = None
+        self._link: Link[FromReplica] | None = None
         self._heard_at = 0.0  # when the replica last spoke, or was last given work while idle
         self._probed = False  # since then
         self._closing = False
@@ -116,7 +115,7 @@ class ReplicaClient:
 
     @property
     def alive(self) -> bool:
-        return self._link is not None and self._link.greeted
+        return self._greeted.is_set()
 
     @property
     def num_open(self) -> int:
@@ -127,7 +126,10 @@ class ReplicaClient:
         """Begins to connect, and to connect again whenever the replica goes away."""
         assert self._runner is None, "already started"
         self._loop = asyncio.get_running_loop()
-        self._runner = self._loop.create_task(self._run(), name=f"replica-client {self.path}")
+        self._runner = self._loop.create_task(
+            stay_connected(self.path, self._make_link, self._hurry, self._log),
+            name=f"replica-client {self.path}",
+        )
         self._watchdog = self._loop.call_later(self._silence_s / _CHECKS, self._watch)
 
     async def close(self) -> None:
@@ -158,7 +160,7 @@ class ReplicaClient:
     def submit(self, request: Request, receiver: Receiver) -> None:
         """See Worker."""
         link = self._link
-        if link is None or not link.greeted:
+        if link is None or not self._greeted.is_set():
             raise UnavailableError("no replica is connected; it is starting or being restarted")
         if link.num_unsent_bytes() > MAX_UNSENT_BYTES:
             raise UnavailableError("the replica does not read its requests")
@@ -186,28 +188,28 @@ class ReplicaClient:
             del self._open[request_id]
             sample_index = None
         if self._link is not None:
-            self._link.write(encode_frame(Abort(request_id=request_id, sample_index=sample_index)))
+            self._link.send(Abort(request_id=request_id, sample_index=sample_index))
 
     def subscribe(self, next_seq: int = 0) -> None:
         """Asks for cache events from number ``next_seq`` on; 0: all that the cache holds."""
         if self._link is None:
             return
         instance = self.hello.instance if self.hello is not None and next_seq else ""
-        self._link.write(encode_frame(Subscribe(next_seq=next_seq, instance=instance)))
+        self._link.send(Subscribe(next_seq=next_seq, instance=instance))
 
     def drain(self) -> None:
         """Asks the replica to take nothing new, finish what runs and exit."""
         if self._link is not None:
-            self._link.write(encode_frame(Drain()))
+            self._link.send(Drain())
 
     async def probe(self, timeout: float = 5.0) -> Health:
         """The replica's own word on its health; UnavailableError when it does not answer in time."""
-        if self._link is None or not self._link.greeted:
+        if self._link is None or not self._greeted.is_set():
             raise UnavailableError("no replica is connected")
         nonce = next(self._nonces)
         future: asyncio.Future[Health] = self._loop.create_future()
         self._probes[nonce] = future
-        self._link.write(encode_frame(Probe(nonce=nonce)))
+        self._link.send(Probe(nonce=nonce))
         try:
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
@@ -217,14 +219,15 @@ class ReplicaClient:
 
     # Called by the link
 
-    def connected(self, link: _Link) -> None:
+    def _make_link(self) -> Link[FromReplica]:
+        return Link(self, gateway_decoder(), self._log)
+
+    def connected(self, link: Link[FromReplica]) -> None:
         """The link is open; its greeting is the first that will be read."""
         self._link = link
 
-    def receive(self, link: _Link, message: FromReplica) -> None:
+    def receive(self, link: Link[FromReplica], message: FromReplica) -> None:
         """Hands one decoded message to whoever waits for it."""
-        if self._link is not link:
-            return  # ended by what an earlier message did
         self._heard_at = self._loop.time()
         self._probed = False
         if type(message) is Step:
@@ -235,7 +238,7 @@ class ReplicaClient:
                     self._fail(failed)
             self.stats = message.stats
             listener = self._listener
-            if listener is not None and link.greeted:
+            if listener is not None and self._greeted.is_set():
                 if message.events:
                     listener.on_events(self.replica_id, message.event_seq, message.events)
                 listener.on_stats(self.replica_id, message.stats)
@@ -291,10 +294,9 @@ class ReplicaClient:
         for receiver in set(samples.values()):
             receiver.on_failed(error, outcome)
 
-    def _greet(self, link: _Link, hello: Hello) -> None:
+    def _greet(self, link: Link[FromReplica], hello: Hello) -> None:
         self.hello = hello
         self.stats = Stats()
-        link.greeted = True
         self._greeted.set()
         if self._listener is not None:
             self._listener.on_up(
@@ -317,17 +319,18 @@ class ReplicaClient:
             )
             self.subscribe()
 
-    def lose(self, link: _Link, reason: str) -> None:
+    def lose(self, link: Link[FromReplica], reason: str) -> None:
         """The link has ended: whoever waits is told now, the listener first."""
         if self._link is not link:
             return
+        was_alive = self._greeted.is_set()
         self._link = None
         self._greeted.clear()
         lost, self._open = self._open, {}
-        if link.greeted:
+        if was_alive:
             level = logging.DEBUG if self._closing else logging.WARNING
             self._log.log(level, "replica at %s: connection ended (%s)", self.path, reason)
-        if self._listener is not None and link.greeted:
+        if self._listener is not None and was_alive:
             self._listener.on_down(self.replica_id, reason)
         error = UnavailableError(f"the replica went away ({reason}); the request was not finished")
         for samples in lost.values():
@@ -341,7 +344,7 @@ class ReplicaClient:
         """Notices a replica that is alive and does nothing, as long as requests wait for it."""
         self._watchdog = self._loop.call_later(self._silence_s / _CHECKS, self._watch)
         link = self._link
-        if link is None or not link.greeted or not (self._open or self._watch_idle):
+        if link is None or not self._greeted.is_set() or not (self._open or self._watch_idle):
             return
         silence = self._loop.time() - self._heard_at
         if silence >= self._silence_s:
@@ -352,27 +355,7 @@ class ReplicaClient:
                 self._on_hang(pid)
         elif silence >= self._silence_s / 2 and not self._probed:
             self._probed = True
-            link.write(encode_frame(Probe(nonce=0)))
-
-    async def _run(self) -> None:
-        delay = MIN_BACKOFF_S
-        while True:
-            link = _Link(self, self._loop.create_future())
-            try:
-                await self._loop.create_unix_connection(lambda link=link: link, self.path)  # type: ignore[misc]
-            except OSError as error:
-                self._log.debug("replica at %s: %s", self.path, error)
-            else:
-                try:
-                    await link.ended
-                finally:
-                    link.end("closed")
-                if link.greeted:
-                    delay = MIN_BACKOFF_S
-            self._hurry.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), delay)
-            delay = min(2 * delay, MAX_BACKOFF_S)
+            link.send(Probe(nonce=0))
 
 
 CAPABILITIES = Capabilities(
@@ -385,53 +368,3 @@ CAPABILITIES = Capabilities(
     load=True,
 )
 """What every replica of ours can do."""
-
-
-class _Link(asyncio.Protocol):
-    """One connection: bytes in, messages to the client; ends at EOF or at bytes that are no message."""
-
-    def __init__(self, client: ReplicaClient, ended: asyncio.Future[None]) -> None:
-        self.ended = ended
-        self.greeted = False
-        self._client = client
-        self._decoder = gateway_decoder()
-        self._transport: asyncio.Transport | None = None
-        self._over = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._client.connected(self)
-
-    def data_received(self, data: bytes) -> None:
-        if self._over:
-            return
-        try:
-            for message in self._decoder.feed(data):
-                self._client.receive(self, message)
-        except FrameError as error:
-            self.end(f"it sent garbage: {error}")
-        except Exception as error:
-            self._client._log.exception("reading from the replica failed")
-            self.end(f"what it sent could not be used: {error!r}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self.end("connection closed" if exc is None else str(exc))
-
-    def write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def num_unsent_bytes(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
-    def end(self, reason: str) -> None:
-        """Closes the connection, once; nothing of it is read any more."""
-        if self._over:
-            return
-        self._over = True
-        if self._transport is not None:
-            self._transport.abort()
-        if not self.ended.done():
-            self.ended.set_result(None)
-        self._client.lose(self, reason)

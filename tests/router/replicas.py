@@ -1,5 +1,5 @@
-"""Replicas of our protocol in this process. Their tokens follow from seed, sample and position alone, as a real
-engine's do: wherever a stream goes on, the right next token is known. They die, lie, hang and drain at will.
+"""Replicas of our protocol in this process. Their tokens follow from seed, sample and position alone, as
+those of a real engine do: wherever a stream goes on, the right next token is known. They die, lie and hang.
 """
 
 from __future__ import annotations
