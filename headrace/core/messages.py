@@ -19,6 +19,7 @@ from headrace.core.errors import (
     EngineError,
     HeadraceError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     UnavailableError,
 )
@@ -106,7 +107,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
-    """A request that cannot be finished; ``status`` and ``kind`` as in ``core.errors``."""
+    """A request that cannot be finished; ``status`` and ``kind`` as in ``core.errors``. ``retry_after``: seconds
+    until another try makes sense, 0 where that says nothing."""
 
     request_id: str
     status: int
@@ -114,19 +116,24 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after: int = 0
 
     @classmethod
     def of_error(cls, request_id: str, error: HeadraceError) -> Failed:
         message = f"{error.message} ({error.hint})" if error.hint else error.message
-        return cls(request_id, error.status, error.kind, message, error.param, error.code)
+        retry_after = error.retry_after if isinstance(error, OverloadedError) else 0
+        return cls(request_id, error.status, error.kind, message, error.param, error.code, retry_after)
 
     def to_error(self) -> HeadraceError:
         """The error that it tells of; EngineError for a status that no request can cause."""
+        if self.status == OverloadedError.status:
+            retry_after = max(1, self.retry_after)
+            return OverloadedError(self.message, retry_after=retry_after, param=self.param, code=self.code)
         kind: type[HeadraceError] = EngineError
         if self.code == ContextLengthError.default_code:
             kind = ContextLengthError
         else:
-            for known in (InvalidRequestError, OverloadedError, UnavailableError):
+            for known in (InvalidRequestError, NotFoundError, UnavailableError):
                 if self.status == known.status:
                     kind = known
         return kind(self.message, param=self.param, code=self.code)

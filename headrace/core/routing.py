@@ -3,7 +3,7 @@
     gateway    ──► router   Attach (once, first), Place, Began, Release, Report, Ask
     router     ──► gateway  Fleet (at first and at every change), Placed, Refused, HandOver, Answer
     supervisor ──► router   Attach, SetEndpoint, RemoveEndpoint, Ask
-    router     ──► supervisor  Fleet, Answer
+    router     ──► supervisor  Fleet, Hung, Answer
 
 In one process the same records are arguments of calls. Token streams never pass here: they flow between
 gateway and replica.
@@ -230,6 +230,13 @@ class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
     replica_id: str
 
 
+class Hung(msgspec.Struct, frozen=True, tag="hung"):
+    """A replica's process is there, holds requests and does not say a word: it is to be replaced."""
+
+    replica_id: str
+    pid: int
+
+
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
@@ -311,4 +318,4 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     reports: list[bytes] = []
 
 
-FromRouter = Fleet | Placed | Refused | HandOver | Answer
+FromRouter = Fleet | Placed | Refused | HandOver | Hung | Answer

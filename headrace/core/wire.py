@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from headrace.core.messages import FromReplica, ToReplica
+from headrace.core.routing import FromRouter, ToRouter
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
@@ -73,3 +74,13 @@ def replica_decoder() -> FrameDecoder[ToReplica]:
 def gateway_decoder() -> FrameDecoder[FromReplica]:
     """Decodes what a replica sends."""
     return FrameDecoder(FromReplica)
+
+
+def router_decoder() -> FrameDecoder[ToRouter]:
+    """Decodes what the router receives from gateways and the supervisor."""
+    return FrameDecoder(ToRouter)
+
+
+def peer_decoder() -> FrameDecoder[FromRouter]:
+    """Decodes what the router sends to gateways and the supervisor."""
+    return FrameDecoder(FromRouter)
