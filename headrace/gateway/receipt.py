@@ -26,7 +26,7 @@ def receipt_of(generation: Generation) -> dict[str, Any]:
     placement, timing = flight.placement, flight.timing
     prompt, cached = generation.num_prompt_tokens, generation.num_cached_tokens
     flights = list(generation.flights.values())
-    waterfall = _waterfall(
+    parts = waterfall(
         generation.arrival,
         text_s=generation.text_s,
         route_s=first.placed_at - generation.submitted_at,
@@ -51,11 +51,11 @@ def receipt_of(generation: Generation) -> dict[str, Any]:
             "predicted": None if first.placement is None else round(1e3 * first.placement.ttft_s, 3),
             "actual": round(1e3 * (first.at - first.placed_at), 3),
         },
-        "waterfall_ms": waterfall,
+        "waterfall_ms": parts,
     }
 
 
-def _waterfall(
+def waterfall(
     arrival: float,
     *,
     text_s: float,
