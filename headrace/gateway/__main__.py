@@ -1,0 +1,126 @@
+"""``python -m headrace.gateway``: one of several gateway processes beside one router process.
+
+One JSON line in (GatewaySpec), one JSON line out when it serves; it accepts on a socket that it inherits.
+It ends, gracefully, on SIGTERM or when its standard input does: then its parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvloop
+
+from headrace.core.errors import EngineError, HeadraceError, UsageError
+from headrace.core.launch import GatewaySpec, ServedModelSpec
+from headrace.core.logs import set_up_logging
+from headrace.core.process import StartReporter, read_spec
+from headrace.gateway.server import serve
+from headrace.gateway.state import Gateway, ServedModel
+from headrace.router.dispatcher import Dispatcher
+from headrace.router.external import make_worker
+from headrace.router.remote import RemotePlacer
+from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger("headrace.gateway")
+
+
+def main() -> int:
+    """Returns the process's exit code."""
+    report = StartReporter()
+    try:
+        spec = read_spec(GatewaySpec)
+        set_up_logging(spec.logs)
+        listener = socket.socket(fileno=spec.listener)
+        listener.setblocking(False)
+        tokenizers = [_tokenizer(model, spec) for model in spec.models]
+    except HeadraceError as error:
+        report.error(error)
+        return error.exit_code
+    except Exception as error:
+        log.exception("the gateway could not start")
+        report.error(EngineError(f"the gateway could not start: {type(error).__name__}: {error}"))
+        return 1
+    # Tokenizers live as long as the process: keep the garbage collector away from them.
+    gc.collect()
+    gc.freeze()
+    uvloop.run(_serve(spec, listener, tokenizers, report))
+    for tokenizer in tokenizers:
+        if tokenizer is not None:
+            tokenizer.close()
+    return 0
+
+
+async def _serve(
+    spec: GatewaySpec, listener: socket.socket, tokenizers: list[Tokenizer | None], report: StartReporter
+) -> None:
+    placer = RemotePlacer(spec.router_socket, peer=spec.gateway_id, log=log)
+    dispatcher = Dispatcher(placer, spec.router, log=log, make_worker=make_worker)
+    models = [
+        ServedModel(model.model, model.names, tokenizer, dispatcher)
+        for model, tokenizer in zip(spec.models, tokenizers, strict=True)
+    ]
+    gateway = Gateway(spec.gateway, models=models, dispatcher=dispatcher, log=log, gateway_id=spec.gateway_id)
+    placer.start()
+    dispatcher.start()
+    reporting = asyncio.create_task(gateway.report_forever())
+    try:
+        with _until_orphaned() as stop:
+            await serve(
+                gateway,
+                spec.gateway,
+                log=log,
+                on_ready=lambda address: report.ready(),
+                stop=stop,
+                socket=listener,
+            )
+    finally:
+        reporting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reporting
+        await dispatcher.close()
+        await placer.close()
+
+
+@contextlib.contextmanager
+def _until_orphaned() -> Iterator[asyncio.Event]:
+    """An event that is set when standard input ends."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_input() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    loop.add_reader(0, on_input)
+    try:
+        yield stop
+    finally:
+        loop.remove_reader(0)
+
+
+def _tokenizer(model: ServedModelSpec, spec: GatewaySpec) -> Tokenizer | None:
+    """None for a model whose text passes through. Raises StartupError."""
+    if not model.folder:
+        return None
+    template = model.chat_template
+    if template is not None:
+        try:
+            template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"chat template {template}: cannot be read: {error}") from error
+    return Tokenizer.from_folder(
+        model.folder, chat_template=template, template_timeout_s=spec.gateway.chat_template_timeout_s
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
