@@ -44,14 +44,22 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             chat_template=deployment.chat_template,
         )
 
+    def read_chat_template(self) -> str | None:
+        """The text of the template that replaces the model's own; UsageError when there is no such file."""
+        path = self.deployment.chat_template
+        if path is None:
+            return None
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template {path}: cannot be read: {error}") from error
+
 
 def prepare(model: ModelDeployment, progress: Progress) -> Prepared:
-    """Blocks while it fetches, converts and asks. Raises what ``resolve_model`` does, and UsageError."""
+    """Blocks while it fetches, converts and asks. Raises what ``resolve_model`` does, and StartupError."""
     if not model.names:
         name = _ask_name(model.workers)
         model = msgspec.structs.replace(model, names=[name], model=name)
-    if model.chat_template is not None:
-        _check_readable(model.chat_template)
     if model.replicas:
         dtype = "float32" if model.engine.dtype == "float32" else "bfloat16"
         try:
@@ -69,13 +77,6 @@ def prepare(model: ModelDeployment, progress: Progress) -> Prepared:
         "workers as it is; name a folder with its tokenizer.json as MODEL for token mode"
     )
     return Prepared(deployment=model, folder="", text_reason=reason)
-
-
-def _check_readable(chat_template: str) -> None:
-    try:
-        Path(chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {chat_template}: cannot be read: {error}") from error
 
 
 def _ask_name(workers: list[WorkerDeployment]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 
 from headrace.cli.console import Printer
@@ -11,6 +12,8 @@ from headrace.cli.settings import load_settings
 from headrace.core.knobs import EngineConfig, FleetConfig, GatewayConfig, LogConfig, RouterConfig
 from headrace.core.logs import set_up_logging
 from headrace.models.packages import DEFAULT_MODEL
+
+INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,5 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     from headrace.cli.wiring import run_server
 
-    uvloop.run(run_server(settings, Printer(as_log=settings.logs.log_json)))
+    try:
+        uvloop.run(run_server(settings, Printer(as_log=settings.logs.log_json)))
+    except asyncio.CancelledError:
+        return INTERRUPTED
     return 0

@@ -1,33 +1,38 @@
-"""Puts one server together and takes it apart again."""
+"""Puts one server together and takes it apart again.
+
+this process     the listening socket, the supervisor of replicas, the control socket, and a Front:
+    LocalFront   gateway, dispatcher and router, here as well
+    Gateways     a router process and K gateway processes, which accept on the same socket
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import socket as sockets
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.cli.announce import Throughput, curl_line, print_model
 from headrace.cli.console import Printer
+from headrace.cli.front import Front, LocalFront
 from headrace.cli.prepare import Prepared, prepare
 from headrace.cli.settings import Settings
-from headrace.core.errors import UsageError
-from headrace.core.messages import Hello
-from headrace.core.routing import Endpoint, Member
+from headrace.cli.signals import Signals
+from headrace.core.errors import UnavailableError
+from headrace.core.routing import Member
 from headrace.core.version import __version__
-from headrace.core.wire import gateway_decoder
-from headrace.fleet.local import LocalReplica
-from headrace.gateway.server import bind_socket, serve
-from headrace.gateway.state import Gateway, ServedModel
-from headrace.router.dispatcher import Dispatcher
-from headrace.router.external import make_monitor, make_worker
-from headrace.router.placer import LocalPlacer, Placer
+from headrace.fleet.runtime_directory import RuntimeDirectory
+from headrace.fleet.supervisor import LocalModel, Supervisor
+from headrace.gateway.server import bind_socket
+from headrace.router.placer import Placer
 from headrace.text.tokenizer import Tokenizer
 
+# How long the start waits for the first word about each worker.
 WORKER_WAIT_S = 5.0
 MEMBER_POLL_S = 0.02
-READ_BYTES = 1 << 16
 
 log = logging.getLogger("headrace")
 
@@ -35,100 +40,95 @@ log = logging.getLogger("headrace")
 async def run_server(settings: Settings, printer: Printer) -> None:
     """Claims the port, loads text and weights side by side, then serves until a signal."""
     started = time.monotonic()
-    models = settings.deployment.models
-    printer.line(
-        f"headrace {__version__}, model {', '.join(model.model or 'of the workers' for model in models)}"
-    )
+    _print_heading(settings, printer)
+    with Signals() as signals:
+        async with contextlib.AsyncExitStack() as stack:
+            socket = stack.enter_context(bind_socket(settings.gateway))
+            directory = stack.enter_context(RuntimeDirectory())
+            with printer.progress() as progress:
+                models = [
+                    await asyncio.to_thread(prepare, model, progress) for model in settings.deployment.models
+                ]
+                front = _front(settings, directory, lambda replica, pid: supervisor.kill(replica, pid))
+                stack.push_async_callback(front.close)
+                await front.start()
+                supervisor = Supervisor(
+                    front.placer,
+                    [_local(model) for model in models],
+                    directory=directory,
+                    grace_s=settings.gateway.shutdown_grace_s,
+                    logs=settings.logs,
+                )
+                # What ran has ended by then: the front stops before.
+                stack.push_async_callback(supervisor.stop, 0.0)
+                for model in models:
+                    for worker in model.deployment.workers:
+                        front.placer.set_endpoint(worker.endpoint(model.deployment.name))
+                tokenizers, _ = await asyncio.gather(
+                    asyncio.to_thread(_load_tokenizers, models, settings),
+                    supervisor.start(lambda done, total: progress("loading weights", done, total)),
+                )
+            for tokenizer in tokenizers:
+                if tokenizer is not None:
+                    stack.callback(tokenizer.close)
+            members = await _settled_members(front.placer)
+            for model in models:
+                print_model(
+                    printer,
+                    model.deployment,
+                    supervisor.hellos,
+                    members,
+                    heading=len(models) > 1,
+                    text_reason=model.text_reason,
+                )
+            reporter = asyncio.create_task(_report(front.placer, settings.logs.stats_interval_s))
+            stack.callback(reporter.cancel)
+
+            def on_ready() -> None:
+                signals.started()
+                address = _address(settings, socket)
+                seconds = time.monotonic() - started
+                printer.line(f"running on {address} (Ctrl+C to quit), {seconds:.1f} s after the start")
+                first = tokenizers[0]
+                printer.line(
+                    curl_line(
+                        address,
+                        models[0].deployment.name,
+                        chat=first is None or first.has_chat_template,
+                        has_key=bool(settings.gateway.api_key),
+                    )
+                )
+
+            await front.serve(models, tokenizers, socket, on_ready, signals)
+
+
+def _print_heading(settings: Settings, printer: Printer) -> None:
+    names = [model.model or "of the workers" for model in settings.deployment.models]
+    printer.line(f"headrace {__version__}, {'model' if len(names) == 1 else 'models'} {', '.join(names)}")
     if changed := settings.changed():
         printer.line("set: " + ", ".join(changed))
     for warning in settings.warnings:
         printer.warning(warning)
-    async with contextlib.AsyncExitStack() as stack:
-        socket = bind_socket(settings.gateway)
-        stack.callback(socket.close)
-        with printer.progress() as progress:
-            prepared = [await asyncio.to_thread(prepare, model, progress) for model in models]
-            placer = LocalPlacer(settings.router, log=log, make_monitor=make_monitor)
-            placer.start()
-            stack.push_async_callback(placer.close)
-            replicas: list[LocalReplica] = []
-            tokenizers = asyncio.create_task(asyncio.to_thread(load_tokenizers, prepared, settings))
-            for model in prepared:
-                for replica in model.deployment.replicas:
-                    local = LocalReplica(
-                        replica_id=replica.id,
-                        model=model.deployment.model,
-                        folder=Path(model.folder),
-                        revision=model.revision,
-                        engine=replica.engine,
-                        logs=settings.logs,
-                        on_loading=lambda done, total: progress("loading weights", done, total),
-                    )
-                    await local.start()
-                    stack.push_async_callback(local.stop, settings.gateway.shutdown_grace_s)
-                    replicas.append(local)
-                    placer.set_endpoint(
-                        Endpoint(
-                            replica_id=replica.id,
-                            model=model.deployment.name,
-                            address=local.socket,
-                            kind="headrace",
-                        )
-                    )
-                for worker in model.deployment.workers:
-                    placer.set_endpoint(worker.endpoint(model.deployment.name))
-            loaded = await tokenizers
-        hellos = {local.spec.replica_id: await greet(local.socket) for local in replicas}
-        dispatcher = Dispatcher(placer, settings.router, log=log, make_worker=make_worker)
-        dispatcher.start()
-        stack.push_async_callback(dispatcher.close)
-        served = [
-            ServedModel(model.deployment.name, model.deployment.names, tokenizer, dispatcher)
-            for model, tokenizer in zip(prepared, loaded, strict=True)
-        ]
-        for tokenizer in loaded:
-            if tokenizer is not None:
-                stack.callback(tokenizer.close)
-        members = await settled_members(placer)
-        for model in prepared:
-            print_model(
-                printer,
-                model.deployment,
-                hellos,
-                members,
-                heading=len(prepared) > 1,
-                text_reason=model.text_reason,
-            )
-        gateway = Gateway(settings.gateway, models=served, dispatcher=dispatcher, log=log)
-        reporter = asyncio.create_task(report(placer, settings.logs.stats_interval_s))
-
-        def on_ready(address: str) -> None:
-            printer.line(
-                f"running on {address} (Ctrl+C to quit), {time.monotonic() - started:.1f} s after the start"
-            )
-            first = served[0]
-            printer.line(
-                curl_line(
-                    address,
-                    first.names[0],
-                    chat=first.tokenizer is None or first.tokenizer.has_chat_template,
-                    has_key=bool(settings.gateway.api_key),
-                )
-            )
-
-        try:
-            await serve(gateway, settings.gateway, log=log, on_ready=on_ready, socket=socket)
-        finally:
-            reporter.cancel()
 
 
-def load_tokenizers(models: list[Prepared], settings: Settings) -> list[Tokenizer | None]:
+def _front(settings: Settings, directory: RuntimeDirectory, on_hang: Callable[[str, int], None]) -> Front:
+    if settings.fleet.gateways == 1:
+        return LocalFront(settings, on_hang)
+    # Here, not above: what it needs is needed by few.
+    from headrace.cli.gateways import Gateways
+
+    return Gateways(settings, directory)
+
+
+def _local(model: Prepared) -> LocalModel:
+    return LocalModel(model.deployment, Path(model.folder), model.revision)
+
+
+def _load_tokenizers(models: Sequence[Prepared], settings: Settings) -> list[Tokenizer | None]:
     return [
         Tokenizer.from_folder(
             model.folder,
-            chat_template=None
-            if model.deployment.chat_template is None
-            else Path(model.deployment.chat_template).read_text(encoding="utf-8"),
+            chat_template=model.read_chat_template(),
             template_timeout_s=settings.gateway.chat_template_timeout_s,
         )
         if model.folder
@@ -137,23 +137,9 @@ def load_tokenizers(models: list[Prepared], settings: Settings) -> list[Tokenize
     ]
 
 
-async def greet(socket: str) -> Hello:
-    """What a replica says of itself."""
-    reader, writer = await asyncio.open_unix_connection(socket)
-    try:
-        decoder = gateway_decoder()
-        while data := await reader.read(READ_BYTES):
-            for message in decoder.feed(data):
-                if isinstance(message, Hello):
-                    return message
-        raise UsageError("replica gone")
-    finally:
-        writer.close()
-        await writer.wait_closed()
-
-
-async def settled_members(placer: Placer) -> dict[str, Member]:
-    """The fleet once every worker has been asked, or has not answered for a while."""
+async def _settled_members(placer: Placer) -> dict[str, Member]:
+    """The fleet once every worker was asked, or has kept us waiting for too long."""
+    members: list[Member] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WORKER_WAIT_S):
             while True:
@@ -164,13 +150,19 @@ async def settled_members(placer: Placer) -> dict[str, Member]:
     return {member.endpoint.replica_id: member for member in members}
 
 
-async def report(placer: Placer, interval_s: float) -> None:
+async def _report(placer: Placer, interval_s: float) -> None:
     """One line of throughput an interval; silent when nothing happened."""
     if interval_s <= 0:
         return
     throughput = Throughput()
     while True:
         await asyncio.sleep(interval_s)
-        line = throughput.line(await placer.status(), interval_s)
-        if line is not None:
-            log.info("%s", line)
+        with contextlib.suppress(UnavailableError):  # the router restarts
+            line = throughput.line(await placer.status(), interval_s)
+            if line is not None:
+                log.info("%s", line)
+
+
+def _address(settings: Settings, socket: sockets.socket) -> str:
+    host = settings.gateway.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}"

@@ -1,0 +1,90 @@
+"""How requests come in and find their replica, in this process: gateway, dispatcher and router."""
+
+from __future__ import annotations
+
+import logging
+import socket as sockets
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.cli.prepare import Prepared
+from headrace.cli.settings import Settings
+from headrace.cli.signals import Signals
+from headrace.gateway.server import serve
+from headrace.gateway.state import Gateway, ServedModel
+from headrace.router.dispatcher import Dispatcher
+from headrace.router.external import make_monitor, make_worker
+from headrace.router.placer import LocalPlacer, Placer
+from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger("headrace")
+
+
+class Front(Protocol):
+    """Router and gateways, wherever they run."""
+
+    @property
+    def placer(self) -> Placer: ...
+
+    async def start(self) -> None:
+        """The router runs, and can be told of replicas."""
+
+    async def serve(
+        self,
+        models: Sequence[Prepared],
+        tokenizers: Sequence[Tokenizer | None],
+        socket: sockets.socket,
+        on_ready: Callable[[], None],
+        signals: Signals,
+    ) -> None:
+        """Answers requests on ``socket`` until told to stop, and lets running ones finish."""
+
+    async def close(self) -> None: ...
+
+
+class LocalFront:
+    """All of it in this process."""
+
+    def __init__(self, settings: Settings, on_hang: Callable[[str, int], None]) -> None:
+        """``on_hang`` is told the replica and the pid of a process of ours that does not answer any more."""
+        self._settings = settings
+        self._placer = LocalPlacer(settings.router, log=log, make_monitor=make_monitor, on_hang=on_hang)
+
+    @property
+    def placer(self) -> Placer:
+        return self._placer
+
+    async def start(self) -> None:
+        self._placer.start()
+
+    async def serve(
+        self,
+        models: Sequence[Prepared],
+        tokenizers: Sequence[Tokenizer | None],
+        socket: sockets.socket,
+        on_ready: Callable[[], None],
+        signals: Signals,
+    ) -> None:
+        settings = self._settings
+        dispatcher = Dispatcher(self._placer, settings.router, log=log, make_worker=make_worker)
+        dispatcher.start()
+        try:
+            served = [
+                ServedModel(model.deployment.name, model.deployment.names, tokenizer, dispatcher)
+                for model, tokenizer in zip(models, tokenizers, strict=True)
+            ]
+            await serve(
+                Gateway(settings.gateway, models=served, dispatcher=dispatcher, log=log),
+                settings.gateway,
+                log=log,
+                on_ready=lambda _: on_ready(),
+                socket=socket,
+                handle_signals=False,
+                stop=signals.stop,
+                hurry=signals.hurry,
+            )
+        finally:
+            await dispatcher.close()
+
+    async def close(self) -> None:
+        await self._placer.close()
