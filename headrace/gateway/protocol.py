@@ -35,7 +35,7 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from headrace.core.errors import InvalidRequestError
+from headrace.core.errors import HeadraceError, InvalidRequestError
 from headrace.gateway.errors import Headers, encode_error
 from headrace.gateway.exchange import Exchange
 
@@ -439,6 +439,11 @@ class HttpConnection(asyncio.Protocol):
         """The server stops: an idle connection closes now, another after the running response."""
         if self._current is None and not self._in_head and self._incoming is None and not self._deaf:
             self._close(linger=False)
+
+    def fail_body(self, error: HeadraceError) -> None:
+        """Whoever waits for the rest of the running request's body gets ``error``."""
+        if self._current is not None and not self._current.body_complete:
+            self._current.fail_body(error)
 
     def expire(self, now: float) -> None:
         """The deadline has passed, in seconds of the loop's clock."""

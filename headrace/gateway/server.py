@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 
-from headrace.core.errors import UsageError
+from headrace.core.errors import HeadraceError, UnavailableError, UsageError
 from headrace.core.knobs import GatewayConfig
 from headrace.gateway.app import App
 from headrace.gateway.exchange import Exchange
@@ -93,7 +93,9 @@ async def serve(
                 )
             server.stop()
             if not await _first_of(config.shutdown_grace_s, server.all_closed, asked_again):
-                gateway.dispatcher.end_all("the server is shutting down")
+                reason = "the server is shutting down"
+                gateway.dispatcher.end_all(reason)
+                server.fail_bodies(UnavailableError(reason, code="shutting_down"))
                 await _first_of(CLOSING_S, server.all_closed)
     finally:
         if waiter is not None:
@@ -139,6 +141,11 @@ class HttpServer:
             connection.stop()
         if not self._connections:
             self.all_closed.set()
+
+    def fail_bodies(self, error: HeadraceError) -> None:
+        """Ends the requests whose bodies are still on their way."""
+        for connection in list(self._connections):
+            connection.fail_body(error)
 
     async def close(self) -> None:
         """Cuts whatever is still connected."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 
 from headrace.core.knobs import GatewayConfig
-from headrace.gateway import exchange
+from headrace.gateway.protocol import HttpConnection
 from tests.gateway.fake_replica import Plan
 from tests.gateway.tiny import CHAT, Stack, call, chat, open_request
 
@@ -56,6 +57,30 @@ def test_disconnect_with_several_prompts_aborts_them_all(stack):
     stack.wait_for(lambda: not stack.replica.running, "requests aborted")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_in_the_routers_queue(tokenizer, tmp_path, stream):
+    with Stack(tokenizer, tmp_path, max_num_seqs=1) as stack:
+        stack.plan(lambda request: Plan(silent=True))
+        body = {"messages": HI, "stream": stream}
+        socks = [open_request(stack, CHAT, body) for _ in range(40)]
+        stack.wait_for(lambda: stack.dispatcher.num_open == 40, "more than fit")
+        num_placed = len(stack.replica.running)
+        assert 0 < num_placed < 40
+        for sock in socks:
+            sock.close()
+        stack.wait_for(lambda: not stack.dispatcher.num_open and not stack.replica.running, "all forgotten")
+        assert len(stack.replica.requests) < 40, "what only waited was never placed"
+
+
+def test_half_closing_aborts_and_is_told(stack):
+    stack.plan(lambda request: Plan(silent=True))
+    with open_request(stack, CHAT, {"messages": HI}) as sock:
+        stack.wait_for(lambda: stack.replica.running, "request in the engine")
+        sock.shutdown(socket.SHUT_WR)
+        stack.wait_for(lambda: not stack.replica.running, "request aborted")
+        assert b"half_closed" in _read_until(sock, b"}}")
+
+
 def test_disconnect_in_the_middle_of_the_body(stack):
     with socket.create_connection(("127.0.0.1", stack.port)) as sock:
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
@@ -65,7 +90,13 @@ def test_disconnect_in_the_middle_of_the_body(stack):
 
 @pytest.mark.parametrize("start", [b"", b"{"])
 def test_a_body_that_never_arrives_gives_its_permit_back(stack, monkeypatch, start):
-    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.05)
+    original = HttpConnection.connection_made
+
+    def connection_made(self, transport):
+        original(self, transport)
+        self.limits = replace(self.limits, body_timeout_s=0.05)
+
+    monkeypatch.setattr(HttpConnection, "connection_made", connection_made)
     with socket.create_connection(("127.0.0.1", stack.port), timeout=20) as sock:
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + start)
         answer = sock.recv(4096)

@@ -101,12 +101,14 @@ def test_metrics(stack):
     assert grown(f"headrace_e2e_request_latency_seconds_count{name}") == 3
     assert grown(f"headrace_gateway_text_seconds_count{name}") == 2
     assert grown(f"headrace_request_prompt_tokens_sum{name}") == prompt
-    assert after[f"headrace_num_requests_waiting{name}"] == 3
-    assert after[f"headrace_kv_cache_usage_perc{name}"] == 0.25
-    assert after[f"headrace_prefix_cache_queries_total{name}"] == 200
-    assert after[f"headrace_prefix_cache_hits_total{name}"] == 150
-    assert after[f"headrace_num_preemptions_total{name}"] == 5
-    assert after[f"headrace_num_requests_admitted{name}"] == 0
+    replica = '{model_name="tiny",replica="fake-0"}'
+    assert after[f"headrace_replica_up{replica}"] == 1
+    assert after[f"headrace_num_requests_waiting{replica}"] == 3
+    assert after[f"headrace_kv_cache_usage_perc{replica}"] == 0.25
+    assert after[f"headrace_prefix_cache_queries_total{replica}"] == 200
+    assert after[f"headrace_prefix_cache_hits_total{replica}"] == 150
+    assert grown(f"headrace_replica_placements_total{replica}") == 2
+    assert after["headrace_num_requests_admitted"] == 0
     buckets = [value for key, value in after.items() if "time_to_first_token_seconds_bucket" in key]
     assert buckets == sorted(buckets)
     assert buckets[-1] == after[f"headrace_time_to_first_token_seconds_count{name}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -15,10 +16,10 @@ import pytest
 
 from headrace.core.errors import UsageError
 from headrace.core.knobs import GatewayConfig
-from headrace.gateway.protocol import GatewayProtocol
+from headrace.gateway.protocol import HttpConnection
 from headrace.gateway.server import bind_socket
 from tests.gateway.fake_replica import Plan
-from tests.gateway.tiny import CHAT, Stack, call, chat, open_request, write_tokenizer
+from tests.gateway.tiny import CHAT, Answer, Stack, call, chat, open_request, write_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -54,14 +55,14 @@ def test_a_host_that_is_no_name_is_told():
 
 def test_accepted_sockets_do_not_delay(stack, monkeypatch):
     options = []
-    original = GatewayProtocol.connection_made
+    original = HttpConnection.connection_made
 
     def connection_made(self, transport):
         original(self, transport)
         sock = transport.get_extra_info("socket")
         options.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    monkeypatch.setattr(GatewayProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(HttpConnection, "connection_made", connection_made)
     assert call(stack, "/health").status == 200
     assert len(options) == 1
     assert options[0]
@@ -117,22 +118,48 @@ def test_while_stopping_nothing_new_is_taken(tokenizer, tmp_path):
         asker.close()
 
 
+def test_while_stopping_a_request_on_a_kept_connection_is_told(tokenizer, tmp_path):
+    with Stack(tokenizer, tmp_path, GatewayConfig(port=0, shutdown_grace_s=20)) as stack:
+        stack.plan(lambda request: Plan(silent=True))
+        with (
+            open_request(stack, CHAT, {"messages": HI}),
+            socket.create_connection(("127.0.0.1", stack.port), timeout=20) as late,
+        ):
+            stack.wait_for(lambda: stack.replica.running, "request in the engine")
+            late.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nPOST /v1/chat/completions HTTP/1.1\r\n")
+            assert late.recv(4096).startswith(b"HTTP/1.1 200")
+            stack.loop.call_soon_threadsafe(stack.stop.set)
+            stack.wait_for(lambda: stack.gateway.draining, "stopping")
+            late.sendall(b"host: x\r\ncontent-length: 2\r\n\r\n{}")
+            response = http.client.HTTPResponse(late)
+            response.begin()
+            answer = Answer(response)
+            assert (answer.status, answer.headers["connection"]) == (503, "close")
+            assert answer.error["code"] == "shutting_down"
+            assert late.recv(4096) == b""
+
+
 SCRIPT = """
 import asyncio, logging, sys
 from pathlib import Path
-from headrace.core.knobs import GatewayConfig
+from headrace.core.knobs import GatewayConfig, RouterConfig
 from headrace.gateway.server import serve
-from headrace.router.replica_client import ReplicaClient
+from headrace.gateway.state import Gateway, ServedModel
+from headrace.router.dispatcher import Dispatcher
+from headrace.router.placer import LocalPlacer
 from headrace.text.tokenizer import Tokenizer
 
 async def main():
+    log = logging.getLogger()
     tokenizer = Tokenizer.from_folder(Path(sys.argv[1]))
-    client = ReplicaClient("/nonexistent/socket")
-    client.start()
-    await serve(GatewayConfig(port=0, shutdown_grace_s=5), tokenizer=tokenizer, client=client,
-                model_name="m", served_names=["m"], log=logging.getLogger(),
-                on_ready=lambda address: print(address, flush=True))
-    await client.close()
+    placer = LocalPlacer(RouterConfig(), log=log)
+    dispatcher = Dispatcher(placer, RouterConfig(), log=log)
+    config = GatewayConfig(port=0, shutdown_grace_s=float(sys.argv[2]))
+    models = [ServedModel("m", ["m"], tokenizer, dispatcher)]
+    gateway = Gateway(config, models=models, dispatcher=dispatcher, log=log)
+    await serve(gateway, config, log=log, on_ready=lambda address: print(address, flush=True))
+    await dispatcher.close()
+    await placer.close()
     tokenizer.close()
     print("stopped", flush=True)
 
@@ -140,11 +167,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_stop_the_process_in_order(tmp_path, number):
+@pytest.fixture
+def process(tmp_path):
+    """A server of its own and its port; it is killed unless it has ended by itself."""
     folder = write_tokenizer(tmp_path / "tokenizer")
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder)],
+        [sys.executable, "-c", SCRIPT, str(folder), "1000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -154,14 +182,41 @@ def test_signals_stop_the_process_in_order(tmp_path, number):
     try:
         address = process.stdout.readline().strip()
         assert address.startswith("http://127.0.0.1:"), process.communicate()
-        process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        yield process, int(address.rpartition(":")[2])
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_the_process_in_order(process, number):
+    server, _ = process
+    server.send_signal(number)
+    out, err = server.communicate(timeout=30)
     assert out.strip() == "stopped"
     assert "Traceback" not in err
-    assert process.returncode == 0
+    assert server.returncode == 0
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(process):
+    server, port = process
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n")
+        sock.sendall(b"content-length: 5\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 100"), "the handler waits for the body"
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(ConnectionRefusedError):
+            while True:
+                socket.create_connection(("127.0.0.1", port), timeout=30).close()
+        assert server.poll() is None, "the grace is a thousand seconds"
+        server.send_signal(signal.SIGTERM)
+        response = http.client.HTTPResponse(sock)
+        response.begin()
+        answer = Answer(response)
+        assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+    out, err = server.communicate(timeout=30)
+    assert out.strip() == "stopped"
+    assert "Traceback" not in err
 
 
 def test_a_long_body_does_not_hold_up_other_streams(stack):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -101,7 +102,8 @@ class Stack:
 
     def __exit__(self, *_: object) -> None:
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.stop.set)
+            with contextlib.suppress(RuntimeError):  # it has stopped by itself, just now
+                self.loop.call_soon_threadsafe(self.stop.set)
         self._thread.join(20)
         assert not self._thread.is_alive(), "the server did not stop"
 
