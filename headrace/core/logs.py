@@ -34,5 +34,4 @@ def set_up_logging(config: LogConfig) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
-    for noisy in ("uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

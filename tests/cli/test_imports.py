@@ -12,7 +12,7 @@ try:
     main({argv!r})
 except SystemExit as leave:
     assert not leave.code, leave.code
-heavy = {{"torch", "transformers", "tokenizers", "starlette"}} & set(sys.modules)
+heavy = {{"torch", "transformers", "tokenizers", "httptools", "zmq"}} & set(sys.modules)
 assert not heavy, heavy
 """
 
