@@ -7,34 +7,16 @@ A peer that does not read fills its queue; at the cap it is cut off, since the l
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections import deque
-from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import UsageError
 from headrace.core.messages import ToReplica
 from headrace.core.wire import FrameError, encode_frame, replica_decoder
 
 # Read so much from one peer before others get their turn and the engine its next step.
 _READ_BYTES = 256 * 1024
 _READS_PER_TURN = 16
-
-
-def bind(path: Path) -> socket.socket:
-    """A Unix socket bound to ``path`` in a directory only its owner may enter; not listening yet."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    try:
-        sock.bind(str(path))
-    except OSError as error:
-        sock.close()
-        raise UsageError(f"cannot listen on {path}: {error}", hint="use a shorter, writable path") from error
-    path.chmod(0o600)
-    return sock
 
 
 class ConnectionClosed(Exception):
