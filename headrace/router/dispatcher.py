@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.core.errors import UnavailableError
 from headrace.core.knobs import RouterConfig
 from headrace.core.request import Request
-from headrace.core.routing import Capabilities, Endpoint, Fleet, Member, ModelInfo
+from headrace.core.routing import Capabilities, Endpoint, Fleet, Member, ModelInfo, Route
 from headrace.router.budget import RetryBudget
 from headrace.router.flight import Flight, Sink
 from headrace.router.replica_client import ReplicaClient
+from headrace.router.text_flight import TextFlight, TextSink
 from headrace.router.worker import Worker, is_ours
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Dispatcher:
         self._links: dict[str, _Link] = {}
         self._infos: dict[str, ModelInfo] = {}
         self._ready: set[str] = set()
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, Flight | TextFlight] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -81,6 +82,14 @@ class Dispatcher:
         """Sends a request on its way. Never raises: errors come to ``sink.on_error``, later."""
         flight = Flight(self, request, sink, caller_id)
         self._flights[request.request_id] = flight
+        self.budget.on_request()
+        flight.start()
+        return flight
+
+    def submit_text(self, route: Route, sink: TextSink) -> TextFlight:
+        """Finds a server for a body that passes through as text. Never raises, as ``submit``."""
+        flight = TextFlight(self, route, sink)
+        self._flights[route.request_id] = flight
         self.budget.on_request()
         flight.start()
         return flight
@@ -125,9 +134,9 @@ class Dispatcher:
         if isinstance(worker, ReplicaClient):
             worker.hurry()
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, flight: Flight | TextFlight) -> None:
         """A flight has ended."""
-        self._flights.pop(flight.request.request_id, None)
+        self._flights.pop(flight.request_id, None)
         if flight.placement is not None:
             self.left(flight.placement.replica_id)
 
@@ -169,7 +178,7 @@ class Dispatcher:
         for flight in flights:
             flight.hand_over()
 
-    def _flights_on(self, replica_id: str) -> list[Flight]:
+    def _flights_on(self, replica_id: str) -> list[Flight | TextFlight]:
         return [
             flight
             for flight in self._flights.values()

@@ -114,6 +114,10 @@ class Flight:
         self._connecting: asyncio.TimerHandle | None = None
         self._submitting = False
 
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
     # Called by whoever submitted it
 
     def abort(self) -> None:
