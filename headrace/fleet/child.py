@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -163,6 +163,25 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+async def start_all(children: Iterable[Child]) -> None:
+    """Starts them side by side; when one fails, ends the others and raises what it failed with."""
+    children = list(children)
+    tasks = [asyncio.create_task(child.start()) for child in children]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop_all(children, 0.0)
+        raise
+
+
+async def stop_all(children: Iterable[Child], grace_s: float) -> None:
+    """Stops them side by side."""
+    await asyncio.gather(*(child.stop(grace_s) for child in children))
 
 
 def describe_exit(code: int) -> str:

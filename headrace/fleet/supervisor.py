@@ -15,10 +15,10 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ from headrace.core.launch import MachineShare, ReplicaSpec
 from headrace.core.machine import available_memory
 from headrace.core.messages import Hello
 from headrace.core.routing import Endpoint, FleetStatus, ReplicaStatus
+from headrace.fleet.child import start_all, stop_all
 from headrace.fleet.greeting import greeting
 from headrace.fleet.local import LocalReplica
 from headrace.fleet.runtime_directory import RuntimeDirectory
@@ -205,7 +206,7 @@ class Supervisor:
         for replica_id in self._managed:
             self._registrar.remove_endpoint(replica_id)
         everything = [*self._starting, *self._managed.values()]
-        await asyncio.gather(*(managed.replica.stop(grace_s) for managed in everything))
+        await stop_all([managed.replica for managed in everything], grace_s)
         self._managed.clear()
 
     # Starting
@@ -228,7 +229,7 @@ class Supervisor:
             managed.on_loading = tell_loading
         self._starting += added
         try:
-            await _all_or_none(managed.replica.start() for managed in added)
+            await start_all([managed.replica for managed in added])
             for managed in added:
                 managed.hello = await greeting(managed.replica.spec.socket)
             if self._stopping:
@@ -240,7 +241,7 @@ class Supervisor:
         except BaseException:
             for managed in added:
                 self._forget(managed)
-            await asyncio.gather(*(managed.replica.stop(0.0) for managed in added))
+            await stop_all([managed.replica for managed in added], 0.0)
             raise
         finally:
             self._starting = [managed for managed in self._starting if managed not in added]
@@ -393,18 +394,6 @@ class Supervisor:
         workers = {worker.id for model in self._models for worker in model.deployment.workers}
         slots = {managed.place.slot for managed in self._managed.values()}
         return {*self._managed, *slots, *workers}
-
-
-async def _all_or_none(starts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Waits for all; when one fails, ends the others and raises what it failed with."""
-    tasks = [asyncio.create_task(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def _count(number: int, noun: str) -> str:
