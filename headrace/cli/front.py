@@ -10,21 +10,31 @@ from typing import Protocol
 from headrace.cli.prepare import Prepared
 from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
+from headrace.core.routing import Decision, Endpoint, FleetStatus
 from headrace.gateway.server import serve
 from headrace.gateway.state import Gateway, ServedModel
 from headrace.router.dispatcher import Dispatcher
 from headrace.router.external import make_monitor, make_worker
-from headrace.router.placer import LocalPlacer, Placer
+from headrace.router.placer import LocalPlacer
 from headrace.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headrace")
+
+
+class RouterLink(Protocol):
+    """The router as the supervisor and the commands see it; questions raise UnavailableError."""
+
+    def set_endpoint(self, endpoint: Endpoint) -> None: ...
+    def remove_endpoint(self, replica_id: str) -> None: ...
+    async def status(self) -> FleetStatus: ...
+    async def why(self, request_id: str) -> list[Decision]: ...
 
 
 class Front(Protocol):
     """Router and gateways, wherever they run."""
 
     @property
-    def placer(self) -> Placer: ...
+    def router(self) -> RouterLink: ...
 
     async def start(self) -> None:
         """The router runs, and can be told of replicas."""
@@ -51,7 +61,7 @@ class LocalFront:
         self._placer = LocalPlacer(settings.router, log=log, make_monitor=make_monitor, on_hang=on_hang)
 
     @property
-    def placer(self) -> Placer:
+    def router(self) -> RouterLink:
         return self._placer
 
     async def start(self) -> None:

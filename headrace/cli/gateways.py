@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket as sockets
 from collections.abc import Callable, Sequence
 
+from headrace.cli.front import RouterLink
 from headrace.cli.prepare import Prepared
 from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
 from headrace.core.launch import GatewaySpec, RouterSpec
 from headrace.fleet.child import Child
+from headrace.fleet.children import gateway_process, router_process
+from headrace.fleet.registrar import RouterRegistrar
 from headrace.fleet.runtime_directory import RuntimeDirectory
-from headrace.router.placer import Placer
-from headrace.router.remote import RemotePlacer
 from headrace.text.tokenizer import Tokenizer
-
-log = logging.getLogger("headrace")
 
 
 class Gateways:
@@ -30,16 +28,16 @@ class Gateways:
         self._settings = settings
         self._router_socket = directory.socket("router")
         spec = RouterSpec(socket=self._router_socket, router=settings.router, logs=settings.logs)
-        self._router = Child("router", "headrace.router", spec)
-        self._placer = RemotePlacer(self._router_socket, peer="supervisor", log=log)
+        self._process = router_process(spec)
+        self._registrar = RouterRegistrar(self._router_socket)
 
     @property
-    def placer(self) -> Placer:
-        return self._placer
+    def router(self) -> RouterLink:
+        return self._registrar
 
     async def start(self) -> None:
-        await self._router.start()
-        self._placer.start()
+        await self._process.start()
+        self._registrar.start()
 
     async def serve(
         self,
@@ -52,9 +50,7 @@ class Gateways:
         """The gateways read the tokenizers themselves."""
         settings = self._settings
         children = [
-            Child(
-                f"gateway-{number}",
-                "headrace.gateway",
+            gateway_process(
                 GatewaySpec(
                     gateway_id=f"gateway-{number}",
                     listener=socket.fileno(),
@@ -63,8 +59,7 @@ class Gateways:
                     gateway=settings.gateway,
                     router=settings.router,
                     logs=settings.logs,
-                ),
-                pass_fds=[socket.fileno()],
+                )
             )
             for number in range(settings.fleet.gateways)
         ]
@@ -79,8 +74,8 @@ class Gateways:
             hurrying.cancel()
 
     async def close(self) -> None:
-        await self._placer.close()
-        await self._router.stop(0.0)
+        await self._registrar.close()
+        await self._process.stop(0.0)
 
 
 async def _hurry(children: Sequence[Child], hurry: asyncio.Event) -> None:

@@ -17,17 +17,18 @@ from pathlib import Path
 
 from headrace.cli.announce import Throughput, curl_line, print_model
 from headrace.cli.console import Printer
-from headrace.cli.front import Front, LocalFront
+from headrace.cli.front import Front, LocalFront, RouterLink
 from headrace.cli.prepare import Prepared, prepare
 from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
-from headrace.core.errors import UnavailableError
+from headrace.core.control import control_path
+from headrace.core.errors import UnavailableError, UsageError
 from headrace.core.routing import Member
 from headrace.core.version import __version__
+from headrace.fleet.control import ControlServer
 from headrace.fleet.runtime_directory import RuntimeDirectory
 from headrace.fleet.supervisor import LocalModel, Supervisor
 from headrace.gateway.server import bind_socket
-from headrace.router.placer import Placer
 from headrace.text.tokenizer import Tokenizer
 
 # How long the start waits for the first word about each worker.
@@ -53,7 +54,7 @@ async def run_server(settings: Settings, printer: Printer) -> None:
                 stack.push_async_callback(front.close)
                 await front.start()
                 supervisor = Supervisor(
-                    front.placer,
+                    front.router,
                     [_local(model) for model in models],
                     directory=directory,
                     grace_s=settings.gateway.shutdown_grace_s,
@@ -63,7 +64,7 @@ async def run_server(settings: Settings, printer: Printer) -> None:
                 stack.push_async_callback(supervisor.stop, 0.0)
                 for model in models:
                     for worker in model.deployment.workers:
-                        front.placer.set_endpoint(worker.endpoint(model.deployment.name))
+                        front.router.set_endpoint(worker.endpoint(model.deployment.name))
                 tokenizers, _ = await asyncio.gather(
                     asyncio.to_thread(_load_tokenizers, models, settings),
                     supervisor.start(lambda done, total: progress("loading weights", done, total)),
@@ -71,7 +72,7 @@ async def run_server(settings: Settings, printer: Printer) -> None:
             for tokenizer in tokenizers:
                 if tokenizer is not None:
                     stack.callback(tokenizer.close)
-            members = await _settled_members(front.placer)
+            members = await _settled_members(front.router)
             for model in models:
                 print_model(
                     printer,
@@ -81,7 +82,18 @@ async def run_server(settings: Settings, printer: Printer) -> None:
                     heading=len(models) > 1,
                     text_reason=model.text_reason,
                 )
-            reporter = asyncio.create_task(_report(front.placer, settings.logs.stats_interval_s))
+            control = ControlServer(
+                control_path(socket.getsockname()[1]),
+                status=front.router.status,
+                why=front.router.why,
+                supervisor=supervisor,
+            )
+            try:
+                await control.start()
+            except UsageError as error:
+                printer.warning(f"no `headrace ps` and the like: {error.message}; {error.hint}")
+            stack.push_async_callback(control.close)
+            reporter = asyncio.create_task(_report(front.router, settings.logs.stats_interval_s))
             stack.callback(reporter.cancel)
 
             def on_ready() -> None:
@@ -137,20 +149,20 @@ def _load_tokenizers(models: Sequence[Prepared], settings: Settings) -> list[Tok
     ]
 
 
-async def _settled_members(placer: Placer) -> dict[str, Member]:
+async def _settled_members(router: RouterLink) -> dict[str, Member]:
     """The fleet once every worker was asked, or has kept us waiting for too long."""
     members: list[Member] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WORKER_WAIT_S):
             while True:
-                members = [replica.member for replica in (await placer.status()).replicas]
+                members = [replica.member for replica in (await router.status()).replicas]
                 if all(member.state != "starting" for member in members):
                     break
                 await asyncio.sleep(MEMBER_POLL_S)
     return {member.endpoint.replica_id: member for member in members}
 
 
-async def _report(placer: Placer, interval_s: float) -> None:
+async def _report(router: RouterLink, interval_s: float) -> None:
     """One line of throughput an interval; silent when nothing happened."""
     if interval_s <= 0:
         return
@@ -158,7 +170,7 @@ async def _report(placer: Placer, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         with contextlib.suppress(UnavailableError):  # the router restarts
-            line = throughput.line(await placer.status(), interval_s)
+            line = throughput.line(await router.status(), interval_s)
             if line is not None:
                 log.info("%s", line)
 

@@ -298,6 +298,8 @@ class Replica:
             breaker=self.breaker.state,
             num_indexed_blocks=num_indexed_blocks,
             num_index_resets=self.feed.num_resets,
+            computed_prompt_tokens=stats.computed_prompt_tokens,
+            generation_tokens=stats.generation_tokens,
         )
 
     def member(self) -> Member:
