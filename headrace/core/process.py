@@ -5,10 +5,12 @@ See ``core.launch`` for what passes; ``python -m headrace.replica``, ``.router``
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,3 +85,21 @@ def bind_unix(path: Path) -> socket.socket:
         raise UsageError(f"cannot listen on {path}: {error}", hint="use a shorter, writable path") from error
     path.chmod(0o600)
     return sock
+
+
+@contextlib.contextmanager
+def until_orphaned() -> Iterator[asyncio.Event]:
+    """An event that is set when standard input ends: whoever started this process is gone."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_input() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    loop.add_reader(0, on_input)
+    try:
+        yield stop
+    finally:
+        loop.remove_reader(0)

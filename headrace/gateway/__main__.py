@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
@@ -21,7 +19,7 @@ import uvloop
 from headrace.core.errors import EngineError, HeadraceError, UsageError
 from headrace.core.launch import GatewaySpec, ServedModelSpec
 from headrace.core.logs import set_up_logging
-from headrace.core.process import StartReporter, read_spec
+from headrace.core.process import StartReporter, read_spec, until_orphaned
 from headrace.gateway.server import serve
 from headrace.gateway.state import Gateway, ServedModel
 from headrace.router.dispatcher import Dispatcher
@@ -61,7 +59,7 @@ def main() -> int:
 async def _serve(
     spec: GatewaySpec, listener: socket.socket, tokenizers: list[Tokenizer | None], report: StartReporter
 ) -> None:
-    placer = RemotePlacer(spec.router_socket, peer=spec.gateway_id, log=log)
+    placer = RemotePlacer(spec.router_socket, peer=spec.gateway_id, config=spec.router, log=log)
     dispatcher = Dispatcher(placer, spec.router, log=log, make_worker=make_worker)
     models = [
         ServedModel(model.model, model.names, tokenizer, dispatcher)
@@ -72,7 +70,7 @@ async def _serve(
     dispatcher.start()
     reporting = asyncio.create_task(gateway.report_forever())
     try:
-        with _until_orphaned() as stop:
+        with until_orphaned() as stop:
             await serve(
                 gateway,
                 spec.gateway,
@@ -87,24 +85,6 @@ async def _serve(
             await reporting
         await dispatcher.close()
         await placer.close()
-
-
-@contextlib.contextmanager
-def _until_orphaned() -> Iterator[asyncio.Event]:
-    """An event that is set when standard input ends."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_input() -> None:
-        if not os.read(0, 4096):
-            loop.remove_reader(0)
-            stop.set()
-
-    loop.add_reader(0, on_input)
-    try:
-        yield stop
-    finally:
-        loop.remove_reader(0)
 
 
 def _tokenizer(model: ServedModelSpec, spec: GatewaySpec) -> Tokenizer | None:
