@@ -78,6 +78,7 @@ class RemotePlacer:
         self._log = log
         self._on_hang = on_hang
         self._link: Link[FromRouter] | None = None
+        self._connected = asyncio.Event()
         self._waiting: dict[str, _Waiting] = {}
         self._leases: dict[str, Lease] = {}
         self._endpoints: dict[str, Endpoint] = {}
@@ -210,16 +211,18 @@ class RemotePlacer:
         self._send(Report(metrics))
 
     async def _ask(self, what: Literal["status", "why", "reports"], request_id: str = "") -> Answer:
-        if self._link is None:
-            raise UnavailableError("the router is not connected; it is starting or being restarted")
         nonce = next(self._nonces)
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._questions[nonce] = future
-        self._send(Ask(nonce, what, request_id))
         try:
-            return await asyncio.wait_for(future, ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                await self._connected.wait()
+                self._send(Ask(nonce, what, request_id))
+                return await future
         except TimeoutError:
-            raise UnavailableError(f"the router did not answer within {ANSWER_S:g} s") from None
+            raise UnavailableError(
+                f"the router did not answer within {ANSWER_S:g} s", hint="it is starting or being restarted"
+            ) from None
         finally:
             self._questions.pop(nonce, None)
 
@@ -239,6 +242,7 @@ class RemotePlacer:
     def connected(self, link: Link[FromRouter]) -> None:
         """Says who this is and all that this router may not know."""
         self._link = link
+        self._connected.set()
         messages: list[object] = [Attach(self._peer, list(self._leases.values()))]
         messages += [SetEndpoint(endpoint) for endpoint in self._endpoints.values()]
         messages += [RemoveEndpoint(replica_id) for replica_id in self._removed]
@@ -279,6 +283,7 @@ class RemotePlacer:
         if self._link is not link:
             return
         self._link = None
+        self._connected.clear()
         self._log.warning("the router's connection ended (%s); connecting again", reason)
         for future in self._questions.values():
             if not future.done():
