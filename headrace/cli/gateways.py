@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket as sockets
@@ -16,28 +17,35 @@ from headrace.cli.signals import Signals
 from headrace.core.launch import GatewaySpec, RouterSpec
 from headrace.fleet.child import Child
 from headrace.fleet.children import gateway_process, router_process
-from headrace.fleet.registrar import RouterRegistrar
 from headrace.fleet.runtime_directory import RuntimeDirectory
+from headrace.router.remote import RemotePlacer
 from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger("headrace")
 
 
 class Gateways:
     """This process supervises; all sockets but the control socket are the children's."""
 
-    def __init__(self, settings: Settings, directory: RuntimeDirectory) -> None:
+    def __init__(
+        self, settings: Settings, directory: RuntimeDirectory, on_hang: Callable[[str, int], None]
+    ) -> None:
+        """``on_hang`` is told the replica and the pid of a process of ours that does not answer any more."""
         self._settings = settings
         self._router_socket = directory.socket("router")
         spec = RouterSpec(socket=self._router_socket, router=settings.router, logs=settings.logs)
         self._process = router_process(spec)
-        self._registrar = RouterRegistrar(self._router_socket)
+        self._placer = RemotePlacer(
+            self._router_socket, peer="supervisor", log=log, config=settings.router, on_hang=on_hang
+        )
 
     @property
     def router(self) -> RouterLink:
-        return self._registrar
+        return self._placer
 
     async def start(self) -> None:
         await self._process.start()
-        self._registrar.start()
+        self._placer.start()
 
     async def serve(
         self,
@@ -74,7 +82,7 @@ class Gateways:
             hurrying.cancel()
 
     async def close(self) -> None:
-        await self._registrar.close()
+        await self._placer.close()
         await self._process.stop(0.0)
 
 

@@ -129,7 +129,7 @@ def _front(settings: Settings, directory: RuntimeDirectory, on_hang: Callable[[s
     # Here, not above: what it needs is needed by few.
     from headrace.cli.gateways import Gateways
 
-    return Gateways(settings, directory)
+    return Gateways(settings, directory, on_hang)
 
 
 def _local(model: Prepared) -> LocalModel:

@@ -47,7 +47,7 @@ HAND_OVER_S = 10.0
 
 
 class Registrar(Protocol):
-    """The router as the supervisor sees it; a Placer is one, and so is RouterRegistrar."""
+    """The router as the supervisor sees it; a Placer is one."""
 
     def set_endpoint(self, endpoint: Endpoint) -> None: ...
     def remove_endpoint(self, replica_id: str) -> None: ...
