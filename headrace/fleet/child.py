@@ -61,6 +61,12 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = False
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the present process has said so and has not ended since."""
+        return self._ready and self._process is not None and self._process.returncode is None
 
     @property
     def pid(self) -> int | None:
@@ -94,6 +100,7 @@ class Child:
                 process.kill()
 
     async def _spawn(self) -> None:
+        self._ready = False
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -115,6 +122,7 @@ class Child:
             while line := await process.stdout.readline():
                 event = decoder.decode(line)
                 if event.event == "ready":
+                    self._ready = True
                     return
                 if event.event == "error":
                     raise event.to_error()

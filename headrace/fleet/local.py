@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from headrace.core.launch import ReplicaSpec
 from headrace.fleet.child import Child
@@ -49,3 +50,8 @@ class LocalReplica(Child):
             on_restart=on_restart,
         )
         self.spec = spec
+
+    async def stop(self, grace_s: float) -> None:
+        """As for every child; a replica that is killed, or stopped as it loads, leaves its socket behind."""
+        await super().stop(grace_s)
+        Path(self.spec.socket).unlink(missing_ok=True)

@@ -203,11 +203,10 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Ends every replica, those that are starting too; what runs gets ``grace_s`` seconds to finish."""
         self._stopping = True
-        for replica_id in self._managed:
-            self._registrar.remove_endpoint(replica_id)
-        everything = [*self._starting, *self._managed.values()]
-        await stop_all([managed.replica for managed in everything], grace_s)
-        self._managed.clear()
+        announced, self._managed = list(self._managed.values()), {}
+        for managed in announced:
+            self._registrar.remove_endpoint(managed.id)
+        await stop_all([managed.replica for managed in [*self._starting, *announced]], grace_s)
 
     # Starting
 
