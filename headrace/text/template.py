@@ -18,6 +18,7 @@ from headrace.core.errors import CorruptFileError, InvalidRequestError, StartupE
 from headrace.text import jinja_env
 from headrace.text.inline import InlineTemplate, OverBudget
 from headrace.text.patterns import PrefixEnds, literal_pattern
+from headrace.text.skeleton import Skeletons, copies_contents
 from headrace.text.template_process import TemplateProcess, TemplateTimeout
 
 _GUARDS = range(0xE000, 0xF8FF)
@@ -52,6 +53,7 @@ class ChatTemplate:
         self._prefix_ends = PrefixEnds(markable)
         self._timeout = timeout
         self._inline: InlineTemplate | None = None
+        self._skeletons: Skeletons | None = None
         self._process = TemplateProcess(source, timeout)  # starts when first needed
         failure: type[StartupError] = UsageError if given else CorruptFileError
         hint = "correct the file, or leave the flag out" if given else "give another one with --chat-template"
@@ -62,6 +64,8 @@ class ChatTemplate:
             self.takes_parts = _reads_parts(tree)
             try:
                 self._inline = InlineTemplate(source)
+                if copies_contents(tree, source):
+                    self._skeletons = Skeletons()
             except OverBudget:
                 status, message = self._process.start()
                 if status != jinja_env.RENDERED:
@@ -112,10 +116,15 @@ class ChatTemplate:
         if continue_final_message:
             end = _unused("".join(strings) + self.source + (guard or ""))
             _mark_end(request["messages"], end)
-        text = self._run(
-            {**self._variables, **request, "add_generation_prompt": add_generation_prompt},
-            sum(map(len, strings)) + 16 * len(strings),
-        )
+        text = None
+        if self._skeletons is not None and not tools and not template_kwargs:
+            text = self._skeletons.render(
+                request["messages"],
+                add_generation_prompt,
+                lambda messages: self._render_whole({**request, "messages": messages}, add_generation_prompt),
+            )
+        if text is None:
+            text = self._render_whole(request, add_generation_prompt)
         if guard is not None:
             # A template may have escaped it on the way into JSON.
             text = text.replace(f"\\u{ord(guard):04x}", guard)
@@ -124,6 +133,13 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the child process, if there is one."""
         self._process.close()
+
+    def _render_whole(self, request: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        strings = list(_strings(request))
+        return self._run(
+            {**self._variables, **request, "add_generation_prompt": add_generation_prompt},
+            sum(map(len, strings)) + 16 * len(strings),
+        )
 
     def _run(self, variables: dict[str, Any], num_characters: int) -> str:
         try:
