@@ -14,6 +14,7 @@ prompts one after another, so the first of them is being computed and the others
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isclose
 
 from headrace.core.messages import Stats
 from headrace.core.routing import (
@@ -29,7 +30,7 @@ from headrace.core.routing import (
 from headrace.router.breaker import Breaker
 from headrace.router.cache_feed import CacheFeed
 from headrace.router.decisions import Entry, Seen
-from headrace.router.rates import Rates
+from headrace.router.rates import ClassRates, Rates
 
 DEFAULT_MAX_IN_FLIGHT = 64
 MIN_LOOKAHEAD = 2
@@ -44,7 +45,7 @@ class OpenLease:
     """A placement that has not been released. ``replica`` is None once its process is gone."""
 
     __slots__ = ("alone", "began", "claimed", "delayed", "entry", "keys", "num_new_tokens", "num_samples",
-                 "num_uncached_tokens", "placed_at", "placement", "replica", "route")  # fmt: skip
+                 "num_uncached_tokens", "placed_at", "placement", "prefill_s", "replica", "route")  # fmt: skip
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class OpenLease:
         self.placement = placement
         self.replica = replica
         self.placed_at = placed_at
+        self.prefill_s = 0.0  # the predicted time to compute it where it is
         self.num_samples = route.num_samples
         self.num_uncached_tokens = num_uncached_tokens
         self.keys = keys
@@ -77,10 +79,10 @@ class Replica:
 
     __slots__ = (
         "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected", "endpoint",
-        "feed", "free_tokens", "hardware", "head_tokens", "instance", "last_turn", "leases",
-        "max_in_flight", "model", "num_blocks", "num_faults", "num_in_flight", "num_placed",
-        "num_queued_tokens", "num_rescued", "num_running", "num_ttfts", "open", "predicted_ttft_s",
-        "pressure", "price_per_hour", "rates", "replica_id", "reported", "slot", "stats", "suspect_until",
+        "feed", "free_tokens", "hardware", "head_s", "instance", "last_turn", "leases", "max_in_flight",
+        "model", "num_blocks", "num_faults", "num_in_flight", "num_placed", "num_queued_tokens",
+        "num_rescued", "num_running", "num_ttfts", "open", "predicted_ttft_s", "pressure",
+        "price_per_hour", "queue_s", "rates", "replica_id", "reported", "slot", "stats", "suspect_until",
         "takes_text", "takes_tokens", "tells_cache", "ttft_error_s", "ttft_s", "unbegun", "window",
     )  # fmt: skip
 
@@ -106,12 +108,13 @@ class Replica:
         self.num_in_flight = 0  # samples
         self.num_running = 0  # samples whose request began to answer
         self.num_queued_tokens = 0  # prompt tokens to compute of requests that did not
-        self.head_tokens = 0  # of these, those of the first
+        self.queue_s = 0.0  # the time that takes
+        self.head_s = 0.0  # of it, that of the first
         self.busy_since = 0.0
         self.last_turn = 0
         self.pressure = 0.0
         # what was learned
-        self.rates = Rates()
+        self.rates = Rates(ClassRates())
         self.breaker = Breaker()
         self.suspect_until = 0.0
         self.num_placed = 0
@@ -128,10 +131,6 @@ class Replica:
         if self.connected:
             return "draining" if self.endpoint.draining else "ready"
         return "down" if self.instance else "starting"
-
-    @property
-    def prefill_rate(self) -> float:
-        return self.rates.prefill_rate
 
     def refresh(self) -> None:
         """Recomputes what follows from endpoint, connection and capabilities."""
@@ -162,24 +161,27 @@ class Replica:
             return "full"
         return ""
 
+    def prefill_s(self, num_uncached_tokens: int, num_tokens: int) -> float:
+        """Seconds to compute what is missing of a prompt of ``num_tokens``, once it is its turn."""
+        return self.rates.prefill_s(num_uncached_tokens, num_tokens)
+
     def predict_ttft(self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float) -> float:
         """Seconds from now to the first token of a prompt of ``num_tokens``, placed here.
 
-        Overhead, then the prompts ahead and its own at the learned rate, less what has been computed of the
-        first since it became first. Beyond ``max_in_flight``, and where the cache has too few free
+        Overhead, then the prompts ahead and its own at the learned rates, less the time for which the first
+        of them has been computed. Beyond ``max_in_flight``, and where the cache has too few free
         tokens, it waits for others to end: a request ends every (mean decode time / number running).
         """
         rates = self.rates
-        ahead: float = self.num_queued_tokens
-        if ahead:
-            computed = (now - self.busy_since) * rates.prefill_rate
-            ahead -= computed if computed < self.head_tokens else self.head_tokens
-        seconds = rates.overhead_s + (ahead + num_uncached_tokens) / rates.prefill_rate
+        seconds = rates.overhead_s + rates.prefill_s(num_uncached_tokens, num_tokens)
+        if self.unbegun:
+            computed_s = now - self.busy_since
+            seconds += self.queue_s - (computed_s if computed_s < self.head_s else self.head_s)
         over = self.num_in_flight + num_samples - self.max_in_flight
         if over > 0:
             seconds += over * rates.decode_s / self.max_in_flight
         if self.capacity_tokens:
-            short = num_tokens + ahead - self.free_tokens
+            short = num_tokens + self.num_queued_tokens - self.free_tokens
             if short > 0:
                 held = max(self.capacity_tokens - self.free_tokens, short)
                 seconds += rates.decode_s * short / held
@@ -199,12 +201,14 @@ class Replica:
         lease.delayed = self.num_in_flight > self.max_in_flight or (
             self.capacity_tokens > 0 and num_tokens > self.free_tokens
         )
+        lease.prefill_s = self.rates.prefill_s(lease.num_uncached_tokens, lease.route.num_prompt_tokens)
         if not self.unbegun:
             lease.alone = True
             self.busy_since = now
-            self.head_tokens = lease.num_uncached_tokens
+            self.head_s = lease.prefill_s
         self.unbegun[lease.route.request_id] = lease
         self.num_queued_tokens += lease.num_uncached_tokens
+        self.queue_s += lease.prefill_s
 
     def begin(self, lease: OpenLease, now: float) -> float:
         """Its first token arrived. Returns the seconds that it was served, as opposed to queued."""
@@ -229,7 +233,11 @@ class Replica:
         self.num_queued_tokens -= lease.num_uncached_tokens
         # whichever left: what the engine did until now went to prompts that are accounted for
         self.busy_since = now
-        self.head_tokens = next(iter(self.unbegun.values())).num_uncached_tokens if self.unbegun else 0
+        if self.unbegun:
+            self.queue_s -= lease.prefill_s
+            self.head_s = next(iter(self.unbegun.values())).prefill_s
+        else:
+            self.queue_s = self.head_s = 0.0  # rounding errors do not add up
 
     def add_pressure(self, num_tokens: float) -> None:
         """Counts what a request will write into the cache, as a share of it."""
@@ -251,8 +259,8 @@ class Replica:
         waiting = {i: lease for i, lease in self.leases.items() if not lease.began}
         assert self.unbegun == waiting, "the queue differs from the leases that have not begun"
         assert self.num_queued_tokens == sum(lease.num_uncached_tokens for lease in waiting.values())
-        head = next(iter(self.unbegun.values())).num_uncached_tokens if self.unbegun else 0
-        assert self.head_tokens == head
+        assert isclose(self.queue_s, sum(lease.prefill_s for lease in waiting.values()), abs_tol=1e-6)
+        assert self.head_s == (next(iter(self.unbegun.values())).prefill_s if self.unbegun else 0.0)
 
     def on_ttft(self, ttft_s: float, predicted_s: float) -> None:
         """Compares a prediction with what came."""
@@ -315,6 +323,7 @@ class Registry:
         self._replicas: dict[str, Replica] = {}
         self._by_model: dict[str, list[Replica]] = {}
         self._groups: dict[tuple[str, bool], list[list[Replica]]] = {}
+        self._classes: dict[tuple[str, str], ClassRates] = {}
         self._pressure_at = 0.0
 
     def __iter__(self) -> Iterator[Replica]:
@@ -383,6 +392,16 @@ class Registry:
     def remove(self, replica: Replica) -> None:
         del self._replicas[replica.replica_id]
         self.regroup()
+
+    def classify(self, replica: Replica) -> None:
+        """Lets it learn together with the replicas of the same model and hardware; hardware that is not
+        known is a class of its own."""
+        if replica.hardware:
+            key = (replica.endpoint.model, replica.hardware)
+            replica.rates.group = self._classes.setdefault(key, replica.rates.group)
+        for mate in self.of_model(replica.endpoint.model):
+            if mate is not replica and mate.rates.group is replica.rates.group:
+                replica.rates.set_prior(mate.rates)
 
     def regroup(self) -> None:
         """After any change to a replica's model, overflow, or capabilities."""

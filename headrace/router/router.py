@@ -127,9 +127,7 @@ class Router:
         if replica.tells_cache != told:
             self._index.clear(replica.slot)  # guesses are no knowledge
         self._registry.regroup()
-        for mate in self._registry.of_model(replica.endpoint.model):
-            if mate is not replica and mate.hardware == replica.hardware:
-                replica.rates.set_prior(mate.rates)
+        self._registry.classify(replica)
 
     def down(self, replica_id: str, now: float) -> None:
         """Its connection ended. Its blocks are kept in case that the same process comes back."""
@@ -245,10 +243,9 @@ class Router:
             return  # adopted: when it was placed is not known
         if not lease.delayed:
             computed = lease.route.num_prompt_tokens - num_cached_tokens
-            first_lesson = not replica.rates.num_prefills
-            replica.rates.on_prefill(computed, min(service_s, ttft_s), alone=lease.alone)
-            if first_lesson and replica.rates.num_prefills:
-                self._teach_mates(replica)
+            replica.rates.on_prefill(
+                computed, lease.route.num_prompt_tokens, min(service_s, ttft_s), alone=lease.alone
+            )
         replica.on_ttft(ttft_s, lease.placement.ttft_s)
 
     def release(
@@ -433,11 +430,6 @@ class Router:
         replica.pressure = 0.0
         replica.set_stats(Stats())
         replica.breaker.reset()
-
-    def _teach_mates(self, replica: Replica) -> None:
-        for mate in self._registry.of_model(replica.endpoint.model):
-            if mate is not replica and mate.hardware == replica.hardware:
-                mate.rates.set_prior(replica.rates)
 
     # The queue
 

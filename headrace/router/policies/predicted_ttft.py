@@ -1,15 +1,15 @@
 """The default: shortest predicted time to first token, with what the placement costs everybody else.
 
-    work  = (prompt − cached) / prefill rate                                  seconds
-    score = predicted TTFT                                                    this request's wait
-          + work' · (QUEUE + STREAM · running)                                later prompts, running streams
-          + (prompt − cached) / rate · EVICTION · pressure / mean pressure    what it pushes out of that cache
-          + CROWD · in flight / max in flight · seconds per step              decoding in company
+    work  = seconds to compute what the replica has not cached of the prompt, at its learned rates
+    score = predicted TTFT                                       this request's wait
+          + work' · (QUEUE + STREAM · running)                   later prompts, and streams that run there
+          + new · EVICTION · pressure / mean pressure            what it pushes out of that cache
+          + CROWD · in flight / max in flight                    decoding in company
 
-work' charges only a share of a popular prefix: where N others want it too, a replica that lacks it computes
-it once for all of them, so that a system prompt shared by everybody spreads over the fleet. A conversation's
-own prefix has no other users and stays dear. Affinity is thus given up only for the hot replica: the others
-keep what they have, as each is scored alone.
+``new`` is the work that every replica would have. work' charges only a share of a popular prefix: where N
+others want it too, a replica that lacks it computes it once for all of them, so that a system prompt
+shared by everybody spreads over the fleet. A conversation's own prefix has no other users and stays dear.
+Affinity is thus given up only for the hot replica: the others keep what they have, as each is scored alone.
 
 Among those within NEAR of the best, the session's last replica goes first, then the cheapest.
 """
@@ -33,8 +33,7 @@ class PredictedTtft:
     def choose(self, route: RouteView, candidates: Sequence[ReplicaView], now: float) -> Choice:
         num_prompt_tokens, num_samples, cached, num_users, home = route
         most = max(cached)
-        # of a prefix that others want too, this request's fair share
-        others = num_users / (1.0 + num_users)
+        share = 1.0 / (1.0 + num_users)  # this request's, of a prefix that others want too
         total = 0.0
         for view in candidates:
             total += view.pressure
@@ -44,14 +43,16 @@ class PredictedTtft:
         best = -1
         best_score = best_turn = 0.0
         for index, view in enumerate(candidates):
-            uncached = num_prompt_tokens - cached[index]
-            rate = view.prefill_rate
-            ttft = view.predict_ttft(uncached, num_prompt_tokens, num_samples, now)
-            charged = uncached - others * (most - cached[index])
+            tokens = cached[index]
+            ttft = view.predict_ttft(num_prompt_tokens - tokens, num_prompt_tokens, num_samples, now)
+            new = work = view.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
+            if tokens < most:
+                missing = view.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - new
+                work += missing * share
             score = (
                 ttft
-                + charged / rate * (QUEUE + STREAM * view.num_running)
-                + (num_prompt_tokens - most) / rate * eviction * view.pressure
+                + work * (QUEUE + STREAM * view.num_running)
+                + new * eviction * view.pressure
                 + CROWD * view.num_in_flight / view.max_in_flight
             )
             scores.append(score)
