@@ -6,6 +6,7 @@ import itertools
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -208,3 +209,40 @@ def test_a_long_answer_is_given_out_piece_by_piece(tmp_path: Path) -> None:
     assert "".join([stream.push([token]).text for token in ids]) + stream.finish("length").text == (
         "the quick brown fox " * 500
     )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_whole_texts_of_a_transparent_stream_are_its_text(tmp_path: Path, kind: str, skip: bool) -> None:
+    """What a gateway does: tokens are shown without being pushed wherever the stream allows it."""
+    tokenizer = tiny.load(tmp_path, getattr(tiny, kind)(), eos_token="</s>")
+    random = Random(kind)
+    params = SamplingParams(max_tokens=None, skip_special_tokens=skip)
+    num_shown = 0
+    for _ in range(200):
+        ids = tokenizer.encode(random.choice(["the fox é 字🙃", "a\u2028b", "x", "<s> quick"])).tolist()
+        ids += [random.randrange(tokenizer.vocab_size + 3) for _ in range(random.randrange(12))]
+        stream, pushed = TextStream(tokenizer, params), TextStream(tokenizer, params)
+        shown = ""
+        for token_id in ids:
+            text = tokenizer.whole_text(token_id, skip) if stream.transparent else None
+            num_shown += text is not None
+            shown += stream.push([token_id]).text if text is None else text
+            pushed.push([token_id])
+            assert shown == pushed.text
+        assert shown + stream.finish("length").text == pushed.text + pushed.finish("length").text
+    assert num_shown > 400
+
+
+def test_a_stream_that_looks_at_tokens_is_not_transparent(tokenizer: Tokenizer) -> None:
+    for params in (SamplingParams(stop=["x"], max_tokens=None), SamplingParams(logprobs=0, max_tokens=None)):
+        stream = TextStream(tokenizer, params)
+        assert not stream.transparent
+        stream.push(tokenizer.encode("the").tolist(), entries([1]))
+        assert not stream.transparent
+    stream = TextStream(tokenizer, SamplingParams(max_tokens=None))
+    assert stream.transparent
+    stream.push(tokenizer.encode("🙃").tolist()[:1])
+    assert not stream.transparent, "half a character is waited for"
+    stream.push([], None, "length")
+    assert not stream.transparent
