@@ -3,8 +3,8 @@
 //   load SECONDS WARMUP CLIENTS MODEL MAX_TOKENS MIN_CHUNKS PORT...
 //
 // A prompt is one of 16 system messages of about 2.2 KB and a question that never repeats. Prints one JSON
-// object: requests, warm-up included and without it, their rate, milliseconds to the first event, to the end and between events, and errors.
-// One thread on epoll, so that it costs little beside the server under test.
+// object: requests, warm-up included and without it, their rate, milliseconds to the first text, to the end
+// and between events, and errors. One thread on epoll, so that it costs little beside the server under test.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -21,7 +21,7 @@ enum { NUM_GROUPS = 16, WORDS_PER_GROUP = 330, MAX_FIGURES = 4000000, MAX_ERRORS
 
 typedef struct {
     int socket, port;
-    int busy, saw_head, num_events;
+    int busy, saw_head, saw_text, num_events;
     double sent_at, first_at, last_at;
     char tail[5];  // the last bytes received: a chunked body ends in "0\r\n\r\n"
 } Client;
@@ -97,9 +97,18 @@ static void post(Client *client) {
     memcpy(message + head, body, length);
     client->sent_at = now();
     client->busy = 1;
-    client->saw_head = client->num_events = 0;
+    client->saw_head = client->saw_text = client->num_events = 0;
     memset(client->tail, 0, sizeof client->tail);
     if (send(client->socket, message, head + length, MSG_NOSIGNAL) != head + length) fail("send", "short", 5);
+}
+
+// Whether any event brings text: a first event that only names the role is no token.
+static int has_text(char *data, int length) {
+    static const char key[] = "\"content\":\"";
+    int size = sizeof key - 1;
+    for (char *at = data; (at = memmem(at, data + length - at, key, size)); at += size)
+        if (at + size < data + length && at[size] != '"') return 1;
+    return 0;
 }
 
 static int count_events(char *data, int length) {
@@ -163,11 +172,12 @@ int main(int argc, char **argv) {
                 if (strncmp(data, "HTTP/1.1 200", 12)) fail("answer", data, length);
             }
             int num_events = count_events(data, length);
-            if (num_events) {
-                if (!client->num_events) client->first_at = at;
+            client->num_events += num_events;
+            if (num_events && (client->saw_text || has_text(data, length))) {
+                if (!client->saw_text) client->first_at = at;
                 else if (client->sent_at >= begin && at < end) add(&gaps, at - client->last_at);
+                client->saw_text = 1;
                 client->last_at = at;
-                client->num_events += num_events;
             }
             keep_tail(client, data, length);
             if (memcmp(client->tail, "0\r\n\r\n", 5)) continue;

@@ -5,14 +5,24 @@ Everything is wired as ``headrace serve`` does, except that the replicas are not
 
 from __future__ import annotations
 
+import gc
+import logging
+import sys
 from functools import cache
 from pathlib import Path
 
 from headrace.core.identity import root_identity
+from headrace.core.knobs import GatewayConfig, LogConfig, RouterConfig
+from headrace.core.logs import set_up_logging
 from headrace.core.messages import Hello
+from headrace.core.routing import Endpoint
 from headrace.core.wire import encode_frame
+from headrace.gateway.server import serve
+from headrace.gateway.state import Gateway, ServedModel
 from headrace.models.packages import DEFAULT_MODEL
 from headrace.models.resolve import resolve_model
+from headrace.router.dispatcher import Dispatcher
+from headrace.router.placer import LocalPlacer
 from headrace.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 32
@@ -59,3 +69,32 @@ def write_hello(path: Path, replica_id: str, model: str) -> None:
         instance=replica_id,
     )
     path.write_bytes(encode_frame(hello))
+
+
+async def _serve(port: int, model: str, sockets: list[str]) -> None:
+    log = logging.getLogger("headrace")
+    config = GatewayConfig(port=port)
+    placer = LocalPlacer(RouterConfig(), log=log)
+    placer.start()
+    dispatcher = Dispatcher(placer, RouterConfig(), log=log)
+    dispatcher.start()
+    for index, path in enumerate(sockets):
+        placer.set_endpoint(Endpoint(replica_id=f"mock-{index}", model=model, address=path, kind="headrace"))
+    tokenizer = _tokenizer()
+    gateway = Gateway(
+        config, models=[ServedModel(model, [model], tokenizer, dispatcher)], dispatcher=dispatcher, log=log
+    )
+    gc.freeze()
+    try:
+        await serve(gateway, config, log=log)
+    finally:
+        await dispatcher.close()
+        await placer.close()
+        tokenizer.close()
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    set_up_logging(LogConfig())
+    uvloop.run(_serve(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
