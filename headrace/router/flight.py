@@ -72,6 +72,7 @@ class Flight:
         "_sink",
         "_submitting",
         "_worker",
+        "_worker_id",
         "attempt",
         "ended",
         "first_token_at",
@@ -111,6 +112,7 @@ class Flight:
         self._lease_num_tokens = 0
         self._leg: Leg | None = None
         self._worker: Worker | None = None
+        self._worker_id = ""  # what the worker calls the request
         self._connecting: asyncio.TimerHandle | None = None
         self._submitting = False
 
@@ -129,7 +131,7 @@ class Flight:
         if self._samples.pop(sample_index, None) is None:
             return
         if self._worker is not None:
-            self._worker.abort(self.request.request_id, sample_index)
+            self._worker.abort(self._worker_id, sample_index)
         if not self._samples:
             self._end("finished" if self._num_tokens else "aborted")
 
@@ -155,9 +157,15 @@ class Flight:
             return
         self._end("aborted")
         if self._submitting:
-            self._dispatcher.loop.call_soon(self._sink.on_error, error)
+            self._dispatcher.loop.call_soon(self._tell_error, error)
         else:
+            self._tell_error(error)
+
+    def _tell_error(self, error: HeadraceError) -> None:
+        try:
             self._sink.on_error(error)
+        except Exception:  # nothing more can be said to it, and others wait for their turn
+            self._dispatcher.log.exception("request %s: its error cannot be told", self.request.request_id)
 
     # Called by the placer
 
@@ -230,6 +238,10 @@ class Flight:
                 self.on_failed(UnavailableError(f"replica {replica_id} cannot be reached"), "replica_gone")
             return
         self._worker = worker
+        # Another name each time: what is still on its way from an earlier attempt at the same worker must not
+        # be taken for this one's.
+        request_id = self.request.request_id
+        self._worker_id = f"{request_id}-r{self.attempt}" if self.attempt else request_id
         leg = self._leg = Leg(self)
         try:
             for request in self._requests():
@@ -241,6 +253,8 @@ class Flight:
     def _requests(self) -> list[Request]:
         """What is left to do: the request as it is before any token, else each open sample alone."""
         request = self.request
+        if self.attempt:
+            request = replace(request, request_id=self._worker_id)
         if not self._num_tokens and len(self._samples) == request.sampling.n:
             return [request]
         # Log-probabilities of the prompt came with the first token.
@@ -306,6 +320,14 @@ class Flight:
         if not self.first_token_at:
             self.first_token_at = now
             self.timing = outputs[0].timing
+        self._tell(outputs)
+        if not self._lease_began_at and self._has_place:
+            self._lease_began_at = now
+            self._dispatcher.placer.began(
+                self.request.request_id, now - self.lease_placed_at, outputs[0].num_cached_tokens
+            )
+
+    def _tell(self, outputs: list[Output]) -> None:
         try:
             self._sink.on_outputs(outputs)
         except Exception as error:
@@ -313,12 +335,6 @@ class Flight:
                 "request %s: its answer cannot be written", self.request.request_id
             )
             self.fail(EngineError(f"the answer cannot be written: {type(error).__name__}: {error}"))
-            return
-        if not self._lease_began_at and self._has_place:
-            self._lease_began_at = now
-            self._dispatcher.placer.began(
-                self.request.request_id, now - self.lease_placed_at, outputs[0].num_cached_tokens
-            )
 
     def _sift(self, outputs: list[Output]) -> tuple[list[Output], bool]:
         """What may be handed on: not what belongs to samples that ended here earlier, and not the end of one
@@ -385,7 +401,7 @@ class Flight:
         if complete:
             for output in complete:
                 del self._samples[output.sample_index]
-            self._sink.on_outputs(complete)
+            self._tell(complete)
             if self.ended:
                 return
             if not self._samples:
@@ -427,7 +443,7 @@ class Flight:
         if self._worker is not None:
             worker, self._worker = self._worker, None
             if outcome != "finished":
-                worker.abort(request_id)
+                worker.abort(self._worker_id)
         if self._has_place:
             self._has_place = False
             decode_s = self.last_token_at - self._lease_began_at if self._lease_began_at else 0.0
@@ -453,8 +469,13 @@ class Leg:
 
     def on_outputs(self, outputs: list[Output]) -> None:
         """See Receiver."""
-        if self.flight is not None:
-            self.flight.on_outputs(outputs)
+        flight = self.flight
+        if flight is None:
+            return
+        if flight.attempt:
+            request_id = flight.request.request_id
+            outputs = [replace(output, request_id=request_id) for output in outputs]
+        flight.on_outputs(outputs)
 
     def on_failed(self, error: HeadraceError, outcome: Outcome) -> None:
         """See Receiver."""

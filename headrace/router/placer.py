@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.core.errors import HeadraceError, UnavailableError
+from headrace.core.errors import EngineError, HeadraceError, UnavailableError
 from headrace.core.knobs import RouterConfig
 from headrace.core.messages import CacheEvent, CacheSnapshot, Stats
 from headrace.core.routing import (
@@ -162,6 +162,10 @@ class LocalPlacer:
             placement = self.router.place(route, self._clock(), time.time())
         except HeadraceError as error:
             waiter.on_refused(error)
+            return
+        except Exception as error:  # a fault of ours costs one request, not the connection that it came by
+            self._log.exception("request %s could not be placed", route.request_id)
+            waiter.on_refused(EngineError(f"the router failed: {error!r}"))
             return
         if placement is None:
             self._waiters[route.request_id] = waiter

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.core.errors import EngineError, UnavailableError
+from headrace.core.errors import EngineError, HeadraceError, UnavailableError
 from headrace.core.messages import (
     Abort,
     CacheSnapshot,
@@ -291,8 +291,14 @@ class ReplicaClient:
         elif error.status < EngineError.status:
             outcome = "caller_fault"
         self.abort(failed.request_id)  # one sample may have been refused while others of a rescue run
+        self._tell_failed(samples, error, outcome)
+
+    def _tell_failed(self, samples: dict[int, Receiver], error: HeadraceError, outcome: Outcome) -> None:
         for receiver in set(samples.values()):
-            receiver.on_failed(error, outcome)
+            try:
+                receiver.on_failed(error, outcome)
+            except Exception:  # the others are still to be told
+                self._log.exception("a failed request could not be handled")
 
     def _greet(self, link: Link[FromReplica], hello: Hello) -> None:
         self.hello = hello
@@ -334,8 +340,7 @@ class ReplicaClient:
             self._listener.on_down(self.replica_id, reason)
         error = UnavailableError(f"the replica went away ({reason}); the request was not finished")
         for samples in lost.values():
-            for receiver in set(samples.values()):
-                receiver.on_failed(error, "replica_gone")
+            self._tell_failed(samples, error, "replica_gone")
         for future in self._probes.values():
             if not future.done():
                 future.set_exception(UnavailableError(f"the replica went away ({reason})"))

@@ -38,8 +38,8 @@ class Worker(Protocol):
     def submit(self, request: Request, receiver: Receiver) -> None:
         """Sends a request; UnavailableError when that is impossible now.
 
-        The samples of one request may come as several requests with the same id and different
-        ``sample_index`` (a rescue); each has its own receiver.
+        After a rescue the samples of one request come as several requests with the same id and different
+        ``sample_index``. No id comes again after an abort.
         """
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
 import msgspec
 import pytest
@@ -54,13 +55,13 @@ async def test_a_stream_goes_on_token_for_token_wherever_it_breaks(tmp_path, tro
         check(sink, request)
         assert sink.flight.num_rescues == 1
         await f.quiet()
-        resubmitted = [r for replica in f.replicas for r in replica.submits if r != request]
-        if not resubmitted:
-            assert position == 0 or trouble == "garbage"  # nothing had come: the same request again
-        for again in resubmitted:
-            assert again.sampling == request.sampling
-            count = again.num_output_tokens
-            assert list(again.token_ids())[10:] == expected(request, count=count)
+        (again,) = [r for replica in f.replicas for r in replica.submits if r != request]
+        assert again.request_id != request.request_id  # what still comes of the former is not taken for it
+        assert again.sampling == request.sampling
+        count = again.num_output_tokens
+        assert count == position or trouble == "garbage"  # which takes along what came in the same read
+        assert list(again.token_ids())[10:] == expected(request, count=count)
+        if count:
             chain = block_identities(ROOT, again.prompt, BLOCK_SIZE)
             assert split_identities(again.block_ids) == chain
 
@@ -238,6 +239,26 @@ async def test_hand_over_moves_what_runs_and_stops_it_where_it_was(tmp_path, beg
         assert sink.flight.num_rescues == 1
         assert [abort.request_id for abort in old.aborts] == ["r"]
         assert len(new.submits) == (2 if begun else 1)
+        await f.quiet()
+
+
+async def test_what_is_on_its_way_when_a_request_leaves_and_comes_back_is_not_counted_twice(tmp_path):
+    async with fleet(tmp_path, config=RouterConfig(routing_policy="round_robin", max_rescues=16)) as f:
+        request = make_request(max_tokens=200)
+        sink = f.submit(request)
+
+        def there_and_back(outputs):
+            if len(sink.tokens()) not in (5, 20, 40):
+                return
+            for _ in range(2):
+                endpoint = f.on(sink.flight).endpoint
+                f.placer.set_endpoint(msgspec.structs.replace(endpoint, draining=True, hand_over=True))
+                f.placer.set_endpoint(endpoint)
+
+        sink.after = there_and_back
+        await until(lambda: sink.ended)
+        check(sink, request)
+        assert sink.flight.num_rescues == 6
         await f.quiet()
 
 
@@ -429,7 +450,7 @@ async def test_a_submit_that_fails_half_way_stops_what_went_out(scripted):
     new.submit = submit
     leg.on_failed(UnavailableError("gone"), "replica_gone")
     assert [r.sample_index for r, _ in new.submits] == [0]
-    assert new.aborts == [("r", None)]
+    assert new.aborts == [("r-r1", None)]
     assert sink.flight.num_rescues == 2 and not sink.ended
     assert sink.flight.placement is None  # it waits until one of the two is trusted again
 
@@ -475,3 +496,57 @@ async def test_what_the_router_and_the_receipt_are_told(scripted, monkeypatch):
     assert told[1][4] == flight.last_token_at - flight.first_token_at
     assert flight.submitted_at <= flight.placed_at <= flight.first_token_at <= flight.last_token_at
     assert flight.placement.replica_id in "ab"
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_every_request_ends_once_and_right(tmp_path, seed):
+    """Deaths, faults, hand-overs, removals and aborts at random, over replicas that keep coming back."""
+    random = Random(seed)
+    config = RouterConfig(max_rescues=16, retry_budget=1.0)
+    async with fleet(tmp_path, 3, config=config) as f:
+        kinds = ["die", "garbage", "half", "fail", "stop"]
+        beset(f.replicas, lambda *_: random.choice(kinds) if random.random() < 0.004 else None)
+        left = [
+            make_request(str(i), seed=i, prompt=random.randint(1, 40), n=random.choice([1, 1, 1, 2, 4]),
+                         max_tokens=random.randint(1, 40))
+            for i in range(120)
+        ]  # fmt: skip
+        requests = {request.request_id: request for request in left}
+        sinks = {}
+        aborted: set[str] = set()
+        while left or not all(sink.ended for sink in sinks.values()):
+            for _ in range(min(len(left), random.randint(0, 4))):
+                request = left.pop()
+                sinks[request.request_id] = f.submit(request)
+            replica = random.choice(f.replicas)
+            draining = msgspec.structs.replace(replica.endpoint, draining=True)
+            event = random.random()
+            if replica._server is None or replica.hangs:
+                await replica.restart()
+            elif event < 0.04:
+                f.placer.set_endpoint(msgspec.structs.replace(draining, hand_over=True))
+            elif event < 0.06:
+                f.placer.remove_endpoint(replica.replica_id)
+            elif event < 0.1:
+                f.placer.set_endpoint(draining)
+            elif event < 0.2:
+                f.placer.set_endpoint(replica.endpoint)
+            elif event < 0.25 and (running := [n for n, sink in sinks.items() if not sink.ended]):
+                name = random.choice(running)
+                sinks[name].flight.abort()
+                sinks[name].deaf = True
+                aborted.add(name)
+            await asyncio.sleep(0)
+            if not left:
+                for replica in f.replicas:
+                    f.placer.set_endpoint(replica.endpoint)
+                await asyncio.sleep(0.001)
+        for name, sink in sinks.items():
+            if name in aborted:
+                for sample in range(requests[name].sampling.n):
+                    received = sink.tokens(sample)
+                    assert received == expected(requests[name], sample, len(received))
+            else:
+                check(sink, requests[name])
+        assert sum(sink.flight.num_rescues for sink in sinks.values()) > 10
+        await f.quiet()
