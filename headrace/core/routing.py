@@ -58,12 +58,14 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     ``tokens``: ids in and out. ``exact_rescue``: a broken stream of it can be continued as it would have
     gone on. ``cache_events``: it tells which blocks it holds. ``abort``: closing the connection or a call
-    stops its work. ``load``: it tells queue and use. ``remote_model`` is what the server calls its model.
+    stops its work. ``load``: it tells queue and use. ``remote_model`` is what the server calls its model,
+    ``path`` where requests with tokens go.
     """
 
     kind: EngineKind
     version: str = ""
     remote_model: str = ""
+    path: str = ""
     tokens: bool = False
     exact_rescue: bool = False
     cache_events: bool = False

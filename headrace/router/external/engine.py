@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.core.errors import UnsupportedFieldError
 from headrace.core.messages import FinishReason, Output, TokenLogprobs
@@ -59,6 +59,29 @@ def limits_left(request: Request) -> tuple[int | None, int]:
     sampling = request.sampling
     max_tokens = None if sampling.max_tokens is None else max(1, sampling.max_tokens - done)
     return max_tokens, max(0, sampling.min_tokens - done)
+
+
+def common_sampling(request: Request) -> dict[str, Any]:
+    """The parameters that vLLM and TensorRT-LLM know by our names, all of them, so that no default of the
+    server's stands in for one."""
+    sampling = request.sampling
+    _, min_tokens = limits_left(request)
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(0, sampling.top_k),
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "min_tokens": min_tokens,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.logit_bias:
+        params["logit_bias"] = sampling.logit_bias
+    return params
 
 
 def sample_seed(request: Request, sample_index: int, bits: int) -> int:

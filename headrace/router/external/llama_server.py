@@ -15,6 +15,7 @@ import msgspec
 from headrace.core.errors import EngineError
 from headrace.core.messages import FinishReason, Output, TokenLogprobs
 from headrace.core.request import Request
+from headrace.router.external.completions import error_status
 from headrace.router.external.engine import (
     NO_LOGPROB,
     Lookup,
@@ -34,6 +35,9 @@ LIMITS = [
     "with logprobs the answer comes as a whole",
     "no cache events: what its slots hold is a guess",
 ]
+
+UNBOUNDED_OUTPUT = 1 << 16
+"""Tokens that penalties reach over where an answer is as long as the context allows."""
 
 
 class _Probability(msgspec.Struct):
@@ -96,7 +100,7 @@ class LlamaServer:
             "min_p": sampling.min_p,
             "typical_p": 1.0,
             "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": -1,
+            "repeat_last_n": _penalized(request, max_tokens),
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
@@ -112,6 +116,15 @@ class LlamaServer:
 
     def reader(self, request: Request, sample_index: int) -> LlamaReader:
         return LlamaReader(request, sample_index)
+
+
+def _penalized(request: Request, max_tokens: int | None) -> int:
+    """How far back penalties look: over all there will be. The server keeps a buffer of that size."""
+    sampling = request.sampling
+    plain = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    if plain == (1.0, 0.0, 0.0):
+        return 0
+    return request.num_prompt_tokens + (UNBOUNDED_OUTPUT if max_tokens is None else max_tokens)
 
 
 class LlamaReader:
@@ -131,7 +144,7 @@ class LlamaReader:
     def on_event(self, data: bytes) -> list[Output]:
         answer = _decoder.decode(data)
         if answer.error is not None:
-            raise fault_of_status("llama-server", _code(answer.error), data)
+            raise fault_of_status("llama-server", error_status(answer.error), data)
         if answer.prompt_progress is not None:
             self._num_cached = answer.prompt_progress.cache
             return []
@@ -158,7 +171,7 @@ class LlamaReader:
     def on_whole(self, body: bytes) -> list[Output]:
         answer = _decoder.decode(body)
         if answer.error is not None:
-            raise fault_of_status("llama-server", _code(answer.error), body)
+            raise fault_of_status("llama-server", error_status(answer.error), body)
         if not answer.stop:
             raise msgspec.DecodeError("an answer without an end")
         return [self._ended(answer, answer.tokens)]
@@ -213,8 +226,3 @@ class LlamaReader:
             entries.append(TokenLogprobs(token_id, entry.logprob, entry.rank, top[:count]))
             row = next(told, None)
         return entries
-
-
-def _code(error: dict[str, Any]) -> int:
-    code = error.get("code")
-    return code if isinstance(code, int) and 400 <= code < 600 else 500

@@ -14,6 +14,8 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from headrace.core.errors import HeadraceError
 from headrace.core.identity import root_identity
 from headrace.core.messages import CacheEvent, CacheSnapshot, Stats
@@ -22,7 +24,7 @@ from headrace.router.external.http_client import HTTPClient, HTTPFailure
 from headrace.router.external.kv_blocks import BlockTranslator
 from headrace.router.external.kv_events import EventLog, EventStream
 from headrace.router.external.load import read_load
-from headrace.router.external.recognise import Recognised, recognise
+from headrace.router.external.recognise import SILENT_EVENTS_LIMIT, Recognised, recognise
 
 POLL_S = 1.0
 HOSTED_POLL_S = 15.0
@@ -30,6 +32,10 @@ MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 MAX_MISSES = 3
 """Polls that may go unanswered in a row: a busy server answers late. A refused connection counts at once."""
+
+MAX_SILENT_BLOCKS = 16
+"""Blocks of prompt that a server may compute without a word about its cache, before its events count as
+lost on the way."""
 
 DEFAULT_MAX_IN_FLIGHT = 256
 DEFAULT_BLOCK_SIZE = 32
@@ -92,6 +98,7 @@ class ExternalMonitor:
         self._space: tuple[bytes, int] | None = None  # the identities that its blocks are told in
         self._life = f"{random.getrandbits(64):016x}"
         self._stats = Stats()
+        self._hears_events = False
 
     def start(self) -> None:
         """Begins to watch."""
@@ -133,6 +140,8 @@ class ExternalMonitor:
     async def _watch(self, client: HTTPClient, found: Recognised) -> str:
         """Follows a server that is up; returns why it no longer is."""
         self._stats = Stats()
+        self._hears_events = False
+        first: Stats | None = None
         await self._up(found)
         poll_s = self._poll_s or (HOSTED_POLL_S if found.capabilities.kind == "openai" else POLL_S)
         misses = 0
@@ -155,10 +164,22 @@ class ExternalMonitor:
                         self._life = f"{random.getrandbits(64):016x}"
                         return "it was restarted"
                     self._stats = stats
+                    first = first or stats
                     self._listener.on_stats(self.endpoint.replica_id, stats)
+                    if self._are_events_lost(found, first, stats):
+                        found = _without_events(found)
+                        self._log.warning("%s: %s", self.endpoint.address, SILENT_EVENTS_LIMIT)
+                        await self._up(found)
                 if self._space != self._space_now(found):
                     await self._up(found)
             await asyncio.sleep(poll_s)
+
+    def _are_events_lost(self, found: Recognised, first: Stats, now: Stats) -> bool:
+        """Whether it must have told of blocks since the first look, and nothing arrived."""
+        if self._hears_events or not found.capabilities.cache_events:
+            return False
+        computed = now.computed_prompt_tokens - first.computed_prompt_tokens
+        return computed > MAX_SILENT_BLOCKS * max(found.block_size, DEFAULT_BLOCK_SIZE)
 
     async def _health(self, client: HTTPClient, found: Recognised) -> int:
         path = "/v1/models" if found.capabilities.kind == "openai" else "/health"
@@ -222,10 +243,22 @@ class ExternalMonitor:
     # From the events (BlockListener)
 
     def on_blocks(self, first_seq: int, events: list[CacheEvent]) -> None:
+        self._hears_events = True
         self._listener.on_events(self.endpoint.replica_id, first_seq, events)
 
     def on_blocks_snapshot(self, snapshot: CacheSnapshot) -> None:
         self._listener.on_snapshot(self.endpoint.replica_id, snapshot)
+
+
+def _without_events(found: Recognised) -> Recognised:
+    capabilities = found.capabilities
+    return replace(
+        found,
+        sources=None,
+        capabilities=replace(
+            capabilities, cache_events=False, limits=[*capabilities.limits, SILENT_EVENTS_LIMIT]
+        ),
+    )
 
 
 def _went_back(before: Stats, now: Stats) -> bool:

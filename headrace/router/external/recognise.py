@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.core.errors import UnavailableError
 from headrace.core.routing import Capabilities, Endpoint, EngineKind
-from headrace.router.external import llama_server, openai_text, sglang, tensorrt_llm, vllm
+from headrace.router.external import llama_server, openai_text, sglang, tensorrt_llm, vllm, vllm_generate
 from headrace.router.external.http_client import HTTPClient, HTTPFailure
 from headrace.router.external.prometheus import Samples
 
@@ -20,6 +20,11 @@ UNKNOWN_MODEL_LEN = 1 << 20
 """Where a server does not say how long a context may be, it has to refuse by itself."""
 
 TEXT_LIMIT = "text only: bodies pass through, and the server's tokenizer, template and defaults apply"
+NO_EVENTS_LIMIT = (
+    "no cache events (--kv-events-config with an endpoint it binds, such as tcp://*:5557): what its cache "
+    "holds is a guess"
+)
+SILENT_EVENTS_LIMIT = "its cache events do not arrive: what its cache holds is a guess"
 BROKEN_LIMIT = "a broken stream is reported, not continued elsewhere"
 _OWNERS: dict[str, EngineKind] = {
     "vllm": "vllm",
@@ -136,17 +141,18 @@ async def _guess(client: HTTPClient) -> EngineKind:
 
 async def _vllm(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Recognised:
     version = (await _json(client, "/version") or {}).get("version", "")
-    tokens = not endpoint.text_only and await _has_post(client, vllm.VLLM.path)
+    tokens = not endpoint.text_only
+    path = await _vllm_path(client) if tokens else ""
     page = await _page(client, "/metrics")
     samples = Samples(page or b"")
     cache = samples.labels("vllm:cache_config_info")
     block_size = _int(cache.get("block_size"))
     sources = await _vllm_sources(client, endpoint) if tokens and block_size else None
     limits = list(vllm.LIMITS) if tokens else [TEXT_LIMIT, BROKEN_LIMIT]
-    if not tokens and not endpoint.text_only:
-        limits.append(vllm.TEXT_ONLY_LIMIT)
+    if path == vllm.VLLMCompletions.path:
+        limits.append(vllm.COMPLETIONS_LIMIT)
     if sources is None:
-        limits.append("no cache events (--kv-events-config): what its cache holds is a guess")
+        limits.append(NO_EVENTS_LIMIT)
     elif not sources[1]:
         limits.append("no replay of cache events (replay_endpoint): after a gap its index begins anew")
     if page is None:
@@ -157,6 +163,7 @@ async def _vllm(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Reco
             kind="vllm",
             version=str(version),
             remote_model=card.id,
+            path=path,
             tokens=tokens,
             cache_events=sources is not None,
             abort=True,
@@ -169,6 +176,13 @@ async def _vllm(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Reco
         instance=f"{started:.2f}" if started else "",
         sources=sources,
     )
+
+
+async def _vllm_path(client: HTTPClient) -> str:
+    """The tokens-only interface where it is there and allowed: an empty body is then a bad one (400)."""
+    path = vllm_generate.VLLMGenerate.path
+    status, _ = await client.fetch("POST", path, b"{}")
+    return path if status in (400, 422) else vllm.VLLMCompletions.path
 
 
 async def _vllm_sources(client: HTTPClient, endpoint: Endpoint) -> tuple[str, str, str] | None:
@@ -184,6 +198,8 @@ async def _vllm_sources(client: HTTPClient, endpoint: Endpoint) -> tuple[str, st
     address = source.get("endpoint")
     if not isinstance(address, str) or not source.get("enable_kv_cache_events"):
         return None
+    if "*" not in address and not address.startswith("ipc://"):
+        return None  # it binds only these; to any other address it connects, and nobody listens there
     replay = source.get("replay_endpoint")
     host = client.base.host
     return _reach(address, host), _reach(replay, host) if isinstance(replay, str) else "", str(topic)
@@ -215,6 +231,7 @@ async def _sglang(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Re
             kind="sglang",
             version=str(info.get("version", "")),
             remote_model=card.id,
+            path=sglang.SGLang.path if tokens else "",
             tokens=tokens,
             cache_events=events,
             abort=True,
@@ -245,6 +262,7 @@ async def _llama_server(client: HTTPClient, endpoint: Endpoint, card: ModelCard)
             kind="llama-server",
             version=str(props.get("build_info", "")),
             remote_model=card.id,
+            path=llama_server.LlamaServer.path if tokens else "",
             tokens=tokens,
             abort=True,
             load=page is not None or slots is not None,
@@ -269,6 +287,7 @@ async def _tensorrt_llm(client: HTTPClient, endpoint: Endpoint, card: ModelCard)
             kind="tensorrt-llm",
             version=str(version),
             remote_model=card.id,
+            path=tensorrt_llm.TensorRTLLM.path if tokens else "",
             tokens=tokens,
             abort=True,
             load=load,

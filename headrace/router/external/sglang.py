@@ -13,6 +13,7 @@ import msgspec
 from headrace.core.errors import UnavailableError
 from headrace.core.messages import Output, TokenLogprobs
 from headrace.core.request import Request
+from headrace.router.external.completions import error_status
 from headrace.router.external.engine import finish_of, limits_left, ranked, sample_seed
 from headrace.router.external.faults import ServerFault, fault_of_status
 
@@ -106,7 +107,7 @@ class SGLangReader:
             return []
         answer = _decoder.decode(data)
         if answer.error is not None:
-            raise fault_of_status("SGLang", _code(answer.error), data)
+            raise fault_of_status("SGLang", error_status(answer.error), data)
         meta = answer.meta_info
         if meta is None:
             raise msgspec.DecodeError("an event without meta_info")
@@ -174,8 +175,3 @@ class SGLangReader:
 
 def _top(rows: list[_Row] | None, count: int) -> list[tuple[int, float]]:
     return [(row[1], row[0]) for row in (rows or [])[:count]]
-
-
-def _code(error: Any) -> int:
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500

@@ -25,19 +25,22 @@ from headrace.router.external.sglang import SGLang
 from headrace.router.external.silence import SilenceWatch
 from headrace.router.external.sse import EventTooLargeError, SSEReader
 from headrace.router.external.tensorrt_llm import TensorRTLLM
-from headrace.router.external.vllm import VLLM
+from headrace.router.external.vllm import VLLMCompletions
+from headrace.router.external.vllm_generate import VLLMGenerate
 from headrace.router.worker import Receiver
 
 MAX_WHOLE_BYTES = 256 * 1024 * 1024
 LOOKUP_TIMEOUT_S = 10.0
 _JSON = (b"content-type", b"application/json")
 
-ENGINES: dict[EngineKind, type[TokenEngine]] = {
-    "vllm": VLLM,
-    "sglang": SGLang,
-    "llama-server": LlamaServer,
-    "tensorrt-llm": TensorRTLLM,
-}
+_ENGINES: list[tuple[EngineKind, type[TokenEngine]]] = [
+    ("vllm", VLLMCompletions),
+    ("vllm", VLLMGenerate),
+    ("sglang", SGLang),
+    ("llama-server", LlamaServer),
+    ("tensorrt-llm", TensorRTLLM),
+]
+_BY_PATH = {(kind, engine.path): engine for kind, engine in _ENGINES}
 
 
 class ExternalWorker:
@@ -57,7 +60,7 @@ class ExternalWorker:
         self.loop = asyncio.get_running_loop()
         self.client = HTTPClient(endpoint.address, api_key_env=endpoint.api_key_env, log=log)
         self.name = f"{capabilities.kind} at {endpoint.address}"
-        self._engine = ENGINES[capabilities.kind]()
+        self._engine = _BY_PATH[capabilities.kind, capabilities.path]()
         self._samples: dict[str, dict[int, _Sample]] = {}
         self._closed = False
         self._silence = SilenceWatch(self.client, silence_s, log=log)
