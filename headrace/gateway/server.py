@@ -127,6 +127,10 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
     async def start(self, sock: sockets.socket) -> None:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: HttpConnection(self), sock=sock, backlog=BACKLOG)

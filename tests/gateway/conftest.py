@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.text.tokenizer import Tokenizer
+from tests.gateway.door import Door
 from tests.gateway.tiny import Stack, write_tokenizer
 
 
@@ -31,3 +32,16 @@ def stack(shared_stack: Stack) -> Stack:
     shared_stack.replica.aborts.clear()
     shared_stack.wait_for(lambda: shared_stack.client.alive, "replica connected")
     return shared_stack
+
+
+@pytest.fixture(scope="session")
+def shared_door() -> Iterator[Door]:
+    with Door() as door:
+        yield door
+
+
+@pytest.fixture
+def door(shared_door: Door) -> Door:
+    """The HTTP server alone; what it has seen before is forgotten."""
+    shared_door.forget()
+    return shared_door

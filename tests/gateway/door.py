@@ -7,7 +7,8 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvloop
@@ -19,6 +20,10 @@ from headrace.gateway.protocol import Limits
 from headrace.gateway.server import HttpServer, bind_socket
 
 MAX_BODY = 1 << 20
+H = b"host: x\r\n"
+GET = b"GET /a HTTP/1.1\r\n" + H + b"\r\n"
+HOLD = GET.replace(b"/a", b"/hold")
+STREAM = GET.replace(b"/a", b"/stream")
 
 
 class Door:
@@ -97,6 +102,13 @@ class Door:
         }
         exchange.send_json(json.dumps(seen).encode())
 
+    def forget(self) -> None:
+        """Waits for the ends of earlier connections, and forgets what they did."""
+        self.wait_for(lambda: not self.server.num_connections, "earlier connections closed")
+        self.events.clear()
+        self.refused.clear()
+        self.exchanges.clear()
+
     def do(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` in the server's loop."""
 
@@ -129,6 +141,23 @@ class Door:
     def fail_current(self) -> None:
         """Ends the newest exchange as an engine's failure would."""
         self.do(lambda: self.exchanges[-1].fail(UnavailableError("the engine went away")))
+
+
+def post(body: bytes, *lines: bytes, path: bytes = b"/a") -> bytes:
+    """A request with a body of announced length."""
+    head = [b"POST %b HTTP/1.1" % path, b"host: x", b"content-length: %d" % len(body), *lines]
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+def chunked(*lines: bytes, path: bytes = b"/a") -> bytes:
+    """A request with a chunked body, as raw as it is given."""
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path + b"".join(lines)
+
+
+@contextmanager
+def talking(door: Door, *parts: bytes) -> Iterator[Caller]:
+    with door.talk(*parts) as caller:
+        yield caller
 
 
 class Reply:

@@ -1,66 +1,13 @@
-"""HTTP as it comes on the wire: framing, pipelines, limits, ambiguity, half-closed and slow callers."""
+"""HTTP as it comes on the wire: targets, bodies, pipelines, and what keeps a connection open."""
 
 from __future__ import annotations
 
-import http.client
 import socket
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from headrace.gateway.protocol import Limits
-from tests.gateway.door import MAX_BODY, Caller, Door
-
-H = b"host: x\r\n"
-GET = b"GET /a HTTP/1.1\r\n" + H + b"\r\n"
-FAST = Limits(
-    head_timeout_s=0.2,
-    body_timeout_s=0.2,
-    idle_timeout_s=0.2,
-    flush_timeout_s=0.2,
-    linger_s=0.2,
-    sweep_s=0.05,
-)
-
-
-@pytest.fixture(scope="module")
-def door() -> Iterator[Door]:
-    with Door() as door:
-        yield door
-
-
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[Door]:
-    with Door(FAST) as door:
-        yield door
-
-
-@pytest.fixture(autouse=True)
-def _forget(door: Door, hasty: Door) -> None:
-    for each in (door, hasty):
-        each.events.clear()
-        each.refused.clear()
-        each.exchanges.clear()
-
-
-def post(body: bytes, *lines: bytes, path: bytes = b"/a") -> bytes:
-    head = [b"POST %b HTTP/1.1" % path, b"host: x", b"content-length: %d" % len(body), *lines]
-    return b"\r\n".join(head) + b"\r\n\r\n" + body
-
-
-def chunked(*lines: bytes, path: bytes = b"/a") -> bytes:
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path + b"".join(lines)
-
-
-@contextmanager
-def talking(door: Door, *parts: bytes) -> Iterator[Caller]:
-    with door.talk(*parts) as caller:
-        yield caller
-
-
-# Requests
+from tests.gateway.door import GET, HOLD, MAX_BODY, STREAM, Door, H, chunked, post, talking
 
 
 def test_what_a_handler_sees(door):
@@ -219,9 +166,6 @@ def test_an_upgrade_whose_body_comes_late(door):
         assert caller.reply().json["body"] == "hello"
 
 
-# The connection
-
-
 @pytest.mark.parametrize(
     ("head", "kept"),
     [
@@ -263,7 +207,7 @@ def test_a_stream_over_http10_ends_with_the_connection(door):
 
 
 def test_pipelined_requests_are_answered_in_order_one_at_a_time(door):
-    with talking(door, GET.replace(b"/a", b"/hold") + post(b"two") + GET) as caller:
+    with talking(door, HOLD + post(b"two") + GET) as caller:
         door.wait_for(lambda: door.exchanges, "first request running")
         assert [each.path for each in door.exchanges] == ["/hold"]
         door.do(lambda: door.exchanges[0].send_json(b"1"))
@@ -282,7 +226,7 @@ def test_a_long_pipeline_is_answered_whole(door):
 
 
 def test_a_pipeline_behind_a_slow_request_stops_being_read(door):
-    with talking(door, GET.replace(b"/a", b"/hold")) as caller:
+    with talking(door, HOLD) as caller:
         door.wait_for(lambda: door.exchanges, "first request running")
         caller.sock.settimeout(0.5)
         with pytest.raises(TimeoutError):
@@ -303,332 +247,8 @@ def test_a_malformed_request_in_a_pipeline_comes_after_the_good_ones(door):
         assert caller.end() == b""
 
 
-# Ambiguity
-
-
-AMBIGUOUS = {
-    "both lengths": b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "both lengths, the other order": b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
-    "two lengths": b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
-    "the same length twice": b"content-length: 5\r\ncontent-length: 5\r\n\r\nhello",
-    "a list of lengths": b"content-length: 5, 5\r\n\r\nhello",
-    "a signed length": b"content-length: +5\r\n\r\nhello",
-    "a negative length": b"content-length: -5\r\n\r\nhello",
-    "a hexadecimal length": b"content-length: 0x5\r\n\r\nhello",
-    "no length": b"content-length:\r\n\r\nhello",
-    "a huge length": b"content-length: 99999999999999999999999\r\n\r\nhello",
-    "gzip": b"transfer-encoding: gzip\r\n\r\nhello",
-    "gzip, chunked": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "chunked, gzip": b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
-    "identity": b"transfer-encoding: identity\r\n\r\n",
-    "chunked twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunked, chunked": b"transfer-encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-    "xchunked": b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
-    "vertical tab": b"transfer-encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
-    "quoted": b'transfer-encoding: "chunked"\r\n\r\n0\r\n\r\n',
-    "parameter": b"transfer-encoding: chunked;a=b\r\n\r\n0\r\n\r\n",
-    "empty coding": b"transfer-encoding:\r\n\r\n0\r\n\r\n",
-    "space before the colon": b"content-length : 5\r\n\r\nhello",
-    "space in a name": b"x y: 5\r\n\r\n",
-    "no name": b": 5\r\n\r\n",
-    "no colon": b"content-length\r\n\r\n",
-    "a folded header": b"x-a: b\r\n content-length: 5\r\n\r\nhello",
-    "a folded empty header": b"x-a:\r\n b\r\n\r\n",
-    "space before the first header": None,
-    "bare line feeds": None,
-    "a bare line feed after a header": b"x-a: b\n\r\n",
-    "a bare line feed at the end": b"x-a: b\r\n\n",
-    "a bare carriage return": b"x-a: b\rcontent-length: 5\r\n\r\n",
-    "two carriage returns": b"x-a: b\r\r\n\r\n",
-    "a zero byte": b"x-a: b\0c\r\n\r\n",
-    "a control character": b"x-a: b\x01c\r\n\r\n",
-    "a name that is not ASCII": b"x-\xc3\xa4: b\r\n\r\n",
-    "another host": b"host: y\r\n\r\n",
-    "no host": None,
-    "HTTP/1.0 and chunked": None,
-    "HTTP/0.9": None,
-    "HTTP/2.0": None,
-    "HTTP/1.2": None,
-    "the preface of HTTP/2": None,
-    "a space after the version": None,
-    "a space in the target": None,
-    "a tab in the target": None,
-    "an authority": None,
-    "a broken escape": None,
-    "a target without a slash": None,
-    "an unknown method": None,
-    "a method in small letters": None,
-    "TLS": None,
-}
-WHOLE = {
-    "space before the first header": b"GET /a HTTP/1.1\r\n host: x\r\n\r\n",
-    "bare line feeds": b"GET /a HTTP/1.1\nhost: x\n\n",
-    "no host": b"GET /a HTTP/1.1\r\n\r\n",
-    "HTTP/1.0 and chunked": b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "HTTP/0.9": b"GET /a\r\n\r\n",
-    "HTTP/2.0": b"GET /a HTTP/2.0\r\nhost: x\r\n\r\n",
-    "HTTP/1.2": b"GET /a HTTP/1.2\r\nhost: x\r\n\r\n",
-    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a space after the version": b"GET /a HTTP/1.1 \r\nhost: x\r\n\r\n",
-    "a space in the target": b"GET /a b HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a tab in the target": b"GET /a\tb HTTP/1.1\r\nhost: x\r\n\r\n",
-    "an authority": b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a broken escape": b"GET /%ff%fe HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a target without a slash": b"GET a HTTP/1.1\r\nhost: x\r\n\r\n",
-    "an unknown method": b"BLAH /a HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a method in small letters": b"get /a HTTP/1.1\r\nhost: x\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-}
-
-
-@pytest.mark.parametrize("what", AMBIGUOUS)
-@pytest.mark.parametrize("where", ["at once", "after another", "in two parts"])
-def test_what_two_parties_could_read_differently_is_refused(door, what, where):
-    rest = AMBIGUOUS[what]
-    raw = WHOLE[what] if rest is None else b"POST /a HTTP/1.1\r\nhost: x\r\n" + rest
-    smuggled = raw + b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
-    with door.connect() as caller:
-        if where == "after another":
-            caller.send(GET)
-            assert caller.reply().status == 200
-        if where == "in two parts":
-            caller.send(smuggled[:9])
-            smuggled = smuggled[9:]
-        try:
-            caller.send(smuggled)
-        except OSError:
-            assert what == "TLS"
-        reply = caller.reply()
-        assert (reply.status, reply.code) == (400, "invalid_http")
-        assert reply.headers["connection"] == "close"
-        assert reply.headers["x-request-id"]
-        assert caller.end() == b""
-    assert [each.path for each in door.exchanges] == (["/a"] if where == "after another" else [])
-    assert door.refused == [400]
-
-
-BAD_CHUNKS = {
-    "a space after the size": b"5 \r\nhello\r\n",
-    "a prefix": b"0x5\r\nhello\r\n",
-    "a sign": b"-5\r\nhello\r\n",
-    "no size": b"\r\nhello\r\n",
-    "a huge size": b"fffffffffffffffff\r\nhello\r\n",
-    "bare line feeds": b"5\nhello\n",
-    "no end of the data": b"5\r\nhello0\r\n\r\n",
-    "too much data": b"5\r\nhello world\r\n",
-    "a line feed in an extension": b"5;a\nb\r\nhello\r\n",
-    "a coding in the trailer": b"0\r\ntransfer-encoding: gzip\r\n\r\n",
-    "an endless extension": b"5;" + b"a" * 500_000 + b"\r\nhello\r\n",
-    "an endless trailer": b"0\r\nx-a: " + b"a" * 500_000 + b"\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("what", BAD_CHUNKS)
-@pytest.mark.parametrize("late", [False, True])
-def test_malformed_chunks_are_refused(door, what, late):
-    with door.connect() as caller:
-        head = chunked()
-        smuggled = BAD_CHUNKS[what] + b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
-        if late:
-            caller.send(head)
-            door.wait_for(lambda: door.exchanges, "head handled")
-        else:
-            smuggled = head + smuggled
-        try:
-            caller.send(smuggled)
-        except OSError:
-            assert "endless" in what
-        reply = caller.reply()
-        assert (reply.status, reply.code) == (400, "invalid_http")
-        assert caller.end() == b""
-    assert [each.path for each in door.exchanges] in ([], ["/a"])
-
-
-def test_malformed_chunks_after_the_answer_close_the_connection(door):
-    with talking(door, chunked(path=b"/ignore")) as caller:
-        assert caller.reply().json == {"ignored": True}
-        caller.send(b"zzz\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert caller.end() == b""
-    assert [each.path for each in door.exchanges] == ["/ignore"]
-
-
-# Limits
-
-
-@pytest.mark.parametrize(
-    ("raw", "status"),
-    [
-        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 70_000 + b"\r\n\r\n", 431),
-        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 128 + b"\r\n", 431),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 1_000_000, 431),
-        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x-small: a\r\n" * 100_000, 431),
-        (b"GET /" + b"a" * 1_000_000, 431),
-        (b"\r\n" * 500_000, 431),
-    ],
-    ids=["target", "header", "headers", "endless header", "endless headers", "endless target", "nothing"],
-)
-def test_heads_have_limits(door, raw, status):
-    with door.connect() as caller:
-        try:
-            caller.send(raw)
-        except OSError:
-            assert len(raw) > 500_000
-        reply = caller.reply()
-        assert (reply.status, reply.code) == (status, "invalid_http")
-        assert caller.end() == b""
-    assert door.exchanges == []
-    assert door.refused == [status]
-
-
-def test_heads_at_their_limits_are_accepted(door):
-    headers = b"a: b\r\n" * 126 + b"x-big: " + b"a" * 65_000 + b"\r\n"
-    with talking(door, b"GET /" + b"a" * 16_000 + b" HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n") as caller:
-        assert len(caller.reply().json["headers"]) == 128
-        assert caller.is_open()
-
-
-def test_a_slow_head_gets_408(hasty):
-    with talking(hasty, b"GET /a HTTP/1.1\r\nhost: ") as caller:
-        reply = caller.reply()
-        assert reply.status == 408
-        assert caller.end() == b""
-    assert hasty.refused == [408]
-
-
-def test_a_slow_head_behind_a_running_request_does_not_end_it(hasty):
-    with talking(hasty, GET.replace(b"/a", b"/hold") + b"GET /a HTTP/1.1\r\n") as caller:
-        hasty.wait_for(lambda: hasty.exchanges, "first request running")
-        started = hasty.loop.time()
-        hasty.wait_for(lambda: hasty.loop.time() > started + 0.4, "several sweeps later")
-        hasty.do(lambda: hasty.exchanges[0].send_json(b"1"))
-        assert caller.reply().json == 1
-        assert caller.reply().status == 408
-
-
-def test_a_slow_body_gets_an_error(hasty):
-    with talking(hasty, b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhello") as caller:
-        reply = caller.reply()
-        assert (reply.status, reply.code) == (400, "body_timeout")
-
-
-def test_a_slow_body_nobody_reads_is_cut(hasty):
-    with talking(hasty, b"POST /ignore HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhello") as caller:
-        assert caller.reply().status == 200
-        assert caller.end() == b""
-
-
-def test_an_idle_connection_is_closed(hasty):
-    with hasty.connect() as silent, talking(hasty, GET) as caller:
-        assert caller.reply().status == 200
-        assert caller.end() == b""
-        assert silent.end() == b""
-
-
-def test_a_refused_caller_that_goes_on_sending_reads_why(hasty):
-    with talking(hasty, b"nonsense\r\n\r\n") as caller:
-        hasty.wait_for(lambda: hasty.refused, "refused")
-        caller.send(b"x" * 10_000)
-        assert caller.reply().status == 400
-        assert caller.end() == b""
-
-
-def test_a_reader_that_never_fetches_a_complete_answer_is_cut(hasty):
-    with hasty.connect(receive_buffer=4096) as caller:
-        caller.send(GET.replace(b"/a", b"/hold"))
-        hasty.wait_for(lambda: hasty.exchanges, "request running")
-        hasty.do(lambda: hasty.exchanges[0].send_json(b"1" * (16 << 20)))
-        assert hasty.exchanges[0].unsent_bytes() > 0
-        hasty.wait_for(lambda: hasty.exchanges[0].unsent_bytes() == 0, "connection cut")
-        with pytest.raises((ConnectionResetError, http.client.IncompleteRead)):
-            caller.reply()
-
-
-# Disconnects
-
-
-def reset(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-@pytest.mark.parametrize("path", [b"/hold", b"/stream"])
-@pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_caller_that_goes_is_noticed(door, path, how):
-    with talking(door, GET.replace(b"/a", path)) as caller:
-        door.wait_for(lambda: door.exchanges, "request running")
-        if how == "reset":
-            reset(caller.sock)
-    door.wait_for(lambda: door.events == ["gone"], "disconnect noticed")
-    exchange = door.exchanges[0]
-    assert exchange.disconnected
-    door.do(lambda: exchange.send_events(b"data: more\n\n", last=True) if path == b"/stream" else None)
-    door.do(lambda: exchange.send_json(b"{}") if path == b"/hold" else None)
-
-
-def test_a_caller_that_goes_is_noticed_behind_unsent_bytes(door):
-    with door.connect(receive_buffer=4096) as caller:
-        caller.send(GET.replace(b"/a", b"/stream"))
-        door.wait_for(lambda: door.exchanges, "stream running")
-        door.do(lambda: door.exchanges[0].send_events(b"x" * (16 << 20)))
-        assert door.exchanges[0].unsent_bytes() > 0
-        assert door.events == []
-    door.wait_for(lambda: door.events == ["gone"], "disconnect noticed")
-
-
-def test_a_caller_that_goes_with_a_pipeline_is_noticed(door):
-    with talking(door, GET.replace(b"/a", b"/hold") + GET + post(b"x")):
-        door.wait_for(lambda: door.exchanges, "request running")
-    door.wait_for(lambda: door.events == ["gone"], "disconnect noticed")
-    assert len(door.exchanges) == 1
-
-
-def test_a_caller_that_goes_within_its_body_is_noticed(door):
-    with talking(door, b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhello"):
-        door.wait_for(lambda: door.exchanges, "head handled")
-    door.wait_for(lambda: door.events == ["gone"], "disconnect noticed")
-
-
-def test_watching_a_caller_that_has_gone_tells_at_once(door):
-    with talking(door, GET.replace(b"/a", b"/hold")):
-        door.wait_for(lambda: door.exchanges, "request running")
-    door.wait_for(lambda: door.events == ["gone"], "disconnect noticed")
-    door.do(lambda: door.exchanges[0].watch(lambda: door.events.append("told")))
-    assert door.events == ["gone", "told"]
-
-
-def test_half_closing_counts_as_a_disconnect_and_is_told(door):
-    with talking(door, GET.replace(b"/a", b"/hold")) as caller:
-        door.wait_for(lambda: door.exchanges, "request running")
-        caller.sock.shutdown(socket.SHUT_WR)
-        reply = caller.reply()
-        assert (reply.status, reply.code) == (400, "half_closed")
-        assert caller.end() == b""
-    assert door.events == ["gone"]
-
-
-def test_half_closing_within_a_stream_ends_it_with_an_error_event(door):
-    with talking(door, GET.replace(b"/a", b"/stream")) as caller:
-        door.wait_for(lambda: door.exchanges, "request running")
-        caller.sock.shutdown(socket.SHUT_WR)
-        body = caller.reply().body
-        assert body.startswith(b'data: first\n\ndata: {"error":')
-        assert b"half_closed" in body
-        assert caller.end() == b""
-    assert door.events == ["gone"]
-
-
-def test_half_closing_after_a_request_that_is_answered_at_once(door):
-    with talking(door, GET.replace(b"/a", b"/ignore")) as caller:
-        caller.sock.shutdown(socket.SHUT_WR)
-        assert caller.reply().json == {"ignored": True}
-        assert caller.end() == b""
-
-
-# Responses
-
-
 def test_a_stream_that_fails_ends_with_an_error_event(door):
-    with talking(door, GET.replace(b"/a", b"/stream")) as caller:
+    with talking(door, STREAM) as caller:
         door.wait_for(lambda: door.exchanges, "request running")
         door.fail_current()
         assert b"the engine went away" in caller.reply().body
@@ -636,7 +256,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(door):
 
 
 def test_a_request_that_fails_gets_an_error(door):
-    with talking(door, GET.replace(b"/a", b"/hold")) as caller:
+    with talking(door, HOLD) as caller:
         door.wait_for(lambda: door.exchanges, "request running")
         door.fail_current()
         reply = caller.reply()
@@ -657,7 +277,7 @@ def test_another_servers_answer_goes_on_under_our_framing(door):
 def test_backpressure_is_told(door):
     told: list[str] = []
     with door.connect(receive_buffer=4096) as caller:
-        caller.send(GET.replace(b"/a", b"/stream"))
+        caller.send(STREAM)
         door.wait_for(lambda: door.exchanges, "stream running")
         exchange = door.exchanges[0]
         door.do(lambda: exchange.watch_writable(lambda: told.append("pause"), lambda: told.append("resume")))
@@ -669,7 +289,7 @@ def test_backpressure_is_told(door):
         assert told == ["pause"]
     told.clear()
     with door.connect(receive_buffer=4096) as caller:
-        caller.send(GET.replace(b"/a", b"/stream"))
+        caller.send(STREAM)
         door.wait_for(lambda: len(door.exchanges) == 2, "stream running")
         exchange = door.exchanges[1]
         door.do(lambda: exchange.send_events(b"x" * (16 << 20)))
@@ -679,27 +299,3 @@ def test_backpressure_is_told(door):
         while received < 16 << 20:
             received += len(caller.sock.recv(1 << 20))
         door.wait_for(lambda: told == ["pause", "resume"], "resumed")
-
-
-# Stopping
-
-
-def test_stopping_closes_idle_connections_and_finishes_the_others():
-    with Door() as door, door.connect() as silent, talking(door, GET) as idle:
-        assert idle.reply().status == 200
-        with (
-            talking(door, GET.replace(b"/a", b"/hold")) as held,
-            talking(door, b"GET /a HTTP/1.1\r\n") as late,
-        ):
-            door.wait_for(lambda: len(door.exchanges) == 2, "request running")
-            door.do(door.server.stop)
-            assert (idle.end(), silent.end()) == (b"", b"")
-            door.do(lambda: door.exchanges[1].send_json(b"1"))
-            reply = held.reply()
-            assert (reply.json, reply.headers["connection"]) == (1, "close")
-            assert held.end() == b""
-            late.send(b"host: x\r\n\r\n")
-            assert late.reply().headers["connection"] == "close"
-            assert late.end() == b""
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", door.port))

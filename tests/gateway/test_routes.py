@@ -26,6 +26,47 @@ def test_health_ready_version(stack):
     assert call(stack, "/version").json == {"version": __version__}
 
 
+def test_several_models(tokenizer, tmp_path):
+    models = {"first-model": ("one", "uno"), "second-model": ("two",)}
+    with Stack(tokenizer, tmp_path, models=models) as stack:
+        cards = call(stack, "/v1/models").json["data"]
+        assert [(card["id"], card["root"]) for card in cards] == [
+            ("one", "first-model"),
+            ("uno", "first-model"),
+            ("two", "second-model"),
+        ]
+        assert call(stack, "/v1/models/two").json["root"] == "second-model"
+        ready = call(stack, "/ready").json
+        assert [(model["id"], model["ready"]) for model in ready["models"]] == [("one", True), ("two", True)]
+        stack.run(stack.replicas[1].close())
+        stack.wait_for(lambda: not stack.dispatcher.ready("second-model"), "replica gone")
+        ready = call(stack, "/ready")
+        assert ready.status == 200, "one model can answer"
+        assert [(model["id"], model["ready"]) for model in ready.json["models"]] == [
+            ("one", True),
+            ("two", False),
+        ]
+        assert "no replica of two is ready" in ready.json["models"][1]["reason"]
+
+
+def test_without_a_replica_nothing_is_ready(tokenizer, tmp_path):
+    models = {"first-model": ("one",), "second-model": ("two",)}
+    with Stack(tokenizer, tmp_path, models=models, with_replica=False) as stack:
+        answer = call(stack, "/ready")
+        assert answer.status == 503
+        assert "no replica of one is ready" in answer.error["message"]
+        assert "no replica of two is ready" in answer.error["message"]
+        assert answer.headers["retry-after"]
+        assert call(stack, "/health").status == 200
+
+
+def test_heads(stack):
+    for path in ("/health", "/v1/models", "/metrics"):
+        answer = call(stack, path, method="HEAD")
+        assert (answer.status, answer.body) == (200, b"")
+        assert int(answer.headers["content-length"]) > 0
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models", "/metrics", "/openapi.json"])
 def test_every_response_has_a_request_id(stack, path):
     assert call(stack, path, headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
