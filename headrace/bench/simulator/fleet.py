@@ -145,7 +145,11 @@ class Callers:
         if number + 1 < len(self._arrivals):
             self._wait_for(number + 1)
         request = engine_request(str(number), self._arrivals[number].request, self._model)
-        self._dispatcher.submit(request, _Caller(self, request, self._loop))
+        try:
+            self._dispatcher.submit(request, _Caller(self, request, self._loop))
+        except Exception as error:  # a bug on the way would otherwise be waited for for ever
+            if not self.done.done():
+                self.done.set_exception(error)
 
     def ended(self, trace: RequestTrace) -> None:
         self.traces.append(trace)
