@@ -502,7 +502,7 @@ async def test_what_the_router_and_the_receipt_are_told(scripted, monkeypatch):
 async def test_whatever_happens_every_request_ends_once_and_right(tmp_path, seed):
     """Deaths, faults, hand-overs, removals and aborts at random, over replicas that keep coming back."""
     random = Random(seed)
-    config = RouterConfig(max_rescues=16, retry_budget=1.0)
+    config = RouterConfig(max_rescues=1000, retry_budget=1.0)
     async with fleet(tmp_path, 3, config=config) as f:
         kinds = ["die", "garbage", "half", "fail", "stop"]
         beset(f.replicas, lambda *_: random.choice(kinds) if random.random() < 0.004 else None)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from random import Random
 
 import msgspec
 import pytest
@@ -486,3 +487,46 @@ async def test_the_router_is_killed_and_nobody_notices(tmp_path):
             assert sink.flight.num_rescues == 0
         await empty(boss)
     assert await process.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_routers_connections_and_replicas_come_and_go(tmp_path, seed):
+    random = Random(seed)
+    config = RouterConfig(routing_policy="round_robin", max_rescues=1000, retry_budget=1.0)
+    path = tmp_path / "router.sock"
+    replicas = [FakeReplica(tmp_path / f"{name}.sock", name) for name in "abc"]
+    for replica in replicas:
+        replica.trouble = lambda *_: "die" if random.random() < 0.001 else None
+    one = RouterService(config, log=LOG)
+    await one.start(bind_unix(path))
+    async with (
+        running(*replicas),
+        supervisor(str(path), *replicas) as boss,
+        Gateway(str(path), "g0", config) as g0,
+        Gateway(str(path), "g1", config) as g1,
+    ):
+        for gate in (g0, g1):
+            await gate.ready(3)
+        left = [make_request(str(i), seed=i, n=1 + i % 2, max_tokens=1 + i % 30) for i in range(150)]
+        requests, sinks = list(left), []
+        while left or not all(sink.ended for sink in sinks):
+            for _ in range(min(len(left), 3)):
+                sinks.append((g0, g1)[len(sinks) % 2].submit(left.pop(0)))
+            for replica in replicas:
+                if replica._server is None:
+                    await replica.restart()
+            event = random.random()
+            if event < 0.05:
+                await one.close()
+                one = RouterService(config, log=LOG)
+                await one.start(bind_unix(path))
+            elif event < 0.1:
+                for link in list(one._links):
+                    link.end("test")
+            await asyncio.sleep(0.001)
+        for sink, request in zip(sinks, requests, strict=True):
+            check(sink, request)
+        await empty(boss)
+        assert not one._owners
+        one.placer.router.check_integrity()
+    await one.close()
