@@ -257,6 +257,7 @@ class _Connection(asyncio.Protocol):
         self._head_due = False
         self._complete = False
         self._excess = False
+        self._keep_alive = False
 
     # From the loop
 
@@ -341,12 +342,16 @@ class _Connection(asyncio.Protocol):
     # From the parser
 
     def on_message_begin(self) -> None:
-        self._excess = self._complete
+        if self._complete:
+            self._excess = True  # a second answer to one request: none of it counts
+            return
         self._headers = []
         self._head_bytes = 0
         self._framed = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._excess:
+            return
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"headers of more than {MAX_HEAD_BYTES} bytes")
@@ -357,15 +362,18 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200:
+        if status >= 200 and not self._excess:
             self._status = status
             self._head_due = True
 
     def on_body(self, data: bytes) -> None:
-        self._parts.append(data)
+        if not self._excess:
+            self._parts.append(data)
 
     def on_message_complete(self) -> None:
         self._complete = self._status >= 200
+        # the parser knows it only now
+        self._keep_alive = self._parser.should_keep_alive()
 
     def _flush(self, call: Call) -> None:
         """Hands over what one read brought; outside the parser, whose callbacks must not raise."""
@@ -385,7 +393,7 @@ class _Connection(asyncio.Protocol):
         self._client.forget(call)
         if call.paused:
             self.resume()
-        if self._parser.should_keep_alive() and not self._excess:
+        if self._keep_alive and not self._excess:
             self._client.keep(self)  # the parser is as good as new after a whole message
         else:
             self.abort()
