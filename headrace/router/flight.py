@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import replace
 
 from headrace.core.errors import EngineError, HeadraceError, UnavailableError
-from headrace.core.identity import ID_BYTES, block_identities
-from headrace.core.messages import FinishReason, Output, Timing
+from headrace.core.messages import Output, Timing
 from headrace.core.request import Request
-from headrace.core.routing import Outcome, Placement, Route
+from headrace.core.routing import ModelInfo, Outcome, Placement, Route
+from headrace.router.continuation import block_ids_with, continued, end_of
 from headrace.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Flight:
             num_prompt_tokens += max(map(len, outputs))
             if len(outputs) == 1:
                 (output,) = outputs
-                block_ids = self._block_ids(output)
+                block_ids = block_ids_with(request, output, self._info())
             if max_tokens is not None:
                 max_tokens -= min(map(len, outputs))
         return Route(
@@ -257,34 +257,10 @@ class Flight:
             request = replace(request, request_id=self._worker_id)
         if not self._num_tokens and len(self._samples) == request.sampling.n:
             return [request]
-        # Log-probabilities of the prompt came with the first token.
-        prompt_logprobs = None if self._num_tokens else request.sampling.prompt_logprobs
-        sampling = replace(request.sampling, n=1, prompt_logprobs=prompt_logprobs)
-        return [
-            replace(
-                request,
-                sampling=sampling,
-                sample_index=index,
-                prompt=request.prompt + output.tobytes(),
-                num_output_tokens=request.num_output_tokens + len(output),
-                block_ids=self._block_ids(output),
-            )
-            for index, output in self._samples.items()
-        ]
+        return continued(request, self._samples, self._info(), has_begun=self._num_tokens > 0)
 
-    def _block_ids(self, output: array[int]) -> bytes:
-        """Identities of the full blocks of prompt and output: the chain of the prompt's goes on."""
-        known = self.request.block_ids
-        info = self._dispatcher.info(self.request.model)
-        if not output or info is None:
-            return known
-        more = block_identities(
-            known[-ID_BYTES:] or info.root_identity,
-            self.request.prompt + output.tobytes(),
-            info.block_size,
-            start_block=len(known) // ID_BYTES,
-        )
-        return known + b"".join(more)
+    def _info(self) -> ModelInfo | None:
+        return self._dispatcher.info(self.request.model)
 
     # Called by the worker, through the leg
 
@@ -395,9 +371,9 @@ class Flight:
             self._excluded.append(replica_id)
         self.placement = None
         self._dispatcher.left(replica_id)
-        complete = [
-            output for index, tokens in self._samples.items() if (output := self._complete(index, tokens))
-        ]
+        info = self._info()
+        ends = [end_of(self.request, index, output, info) for index, output in self._samples.items()]
+        complete = [output for output in ends if output is not None]
         if complete:
             for output in complete:
                 del self._samples[output.sample_index]
@@ -408,28 +384,6 @@ class Flight:
                 self._end("finished")
                 return
         self._place()
-
-    def _complete(self, index: int, output: array[int]) -> Output | None:
-        """The end of a sample that has all its tokens already; engines of others say so a message later."""
-        if not output:
-            return None
-        request, sampling = self.request, self.request.sampling
-        info = self._dispatcher.info(request.model)
-        length = request.num_output_tokens + len(output)
-        last = output[-1]
-        stops = last in sampling.stop_token_ids or (
-            info is not None and last in info.eos_token_ids and not sampling.ignore_eos
-        )
-        reason: FinishReason | None = None
-        if stops and length >= sampling.min_tokens:
-            reason = "stop"
-        elif (sampling.max_tokens is not None and length >= sampling.max_tokens) or (
-            info is not None and len(request.prompt) // 4 + len(output) >= info.max_model_len
-        ):
-            reason = "length"
-        if reason is None:
-            return None
-        return Output(request.request_id, index, [], reason, last if reason == "stop" else None)
 
     def _leave(self, outcome: Outcome) -> None:
         """Ends the present attempt: nothing more comes of it, and the router knows how it went."""
