@@ -28,8 +28,11 @@ from headrace.core.request import Request
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
+    """``sent_at`` is the sender's monotonic clock, which the processes of a machine share; 0: untold."""
+
     request: Request
+    sent_at: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -78,8 +81,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Timing(msgspec.Struct, frozen=True, array_like=True):
     """Where a sample's time went inside the replica before its first token, in seconds.
 
-    ``queue_s`` from the arrival at the replica to the first step that computed for it, ``prefill_s`` from
-    there to its first token. ``num_computed_tokens`` are the prompt tokens that were computed, not cached.
+    ``queue_s`` from when it was sent (or read, where that is untold) to the first step that computed for
+    it, ``prefill_s`` from there to its first token. ``num_computed_tokens`` are the prompt tokens that were
+    computed, not cached.
     """
 
     queue_s: float
@@ -91,8 +95,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sample of one request after one step.
 
     ``prompt_logprobs`` and ``timing`` come once, with the sample's first tokens; entry 0 of the former is
-    None (nothing precedes the first token). ``stop_token`` is the id that ended it, when one did; that id is the
-    last of ``token_ids``. ``num_cached_tokens`` is the prompt's length found in the prefix cache.
+    None (nothing precedes the first token). ``stop_token`` is the id that ended it, when one did; that id
+    is the last of ``token_ids``. ``num_cached_tokens`` is the prompt's length found in the prefix cache.
     """
 
     request_id: str

@@ -151,8 +151,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Puts a request in line. Raises InvalidRequestError or ContextLengthError, and adds nothing then."""
+    def add(self, request: Request, sent_at: float = 0.0) -> list[Sequence]:
+        """Puts a request in line. Raises InvalidRequestError or ContextLengthError, and adds nothing then.
+
+        ``sent_at`` is when it set out, on the monotonic clock; 0: now.
+        """
         request.sampling.validate(self.vocab_size)
         if request.adapter is not None:
             raise InvalidRequestError(
@@ -173,7 +176,7 @@ class Engine:
         samples = self.scheduler.add(request)
         now = time.monotonic()
         for sequence in samples:
-            sequence.added_at = now
+            sequence.added_at = min(sent_at or now, now)
         return samples
 
     def abort(self, request_id: str, sample_index: int | None = None) -> int:

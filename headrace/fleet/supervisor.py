@@ -23,7 +23,13 @@ from typing import Protocol
 import msgspec
 
 from headrace.core.deployment import ModelDeployment, ReplicaDeployment
-from headrace.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
+from headrace.core.errors import (
+    EngineError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from headrace.core.knobs import LogConfig
 from headrace.core.launch import MachineShare, ReplicaSpec
 from headrace.core.machine import available_memory
@@ -105,7 +111,8 @@ class Supervisor:
     """Owns every LocalReplica of one server. All calls happen in one event loop.
 
     ``scale``, ``reload`` and ``drain`` run one after the other; each reports lines about what it does and
-    returns a last one. ``stop`` may come at any time and ends them.
+    returns a last one. ``stop`` may come at any time and ends them. A process gets its share of cores and
+    memory as it starts: the share of the number there are then; a reload shares anew.
     """
 
     def __init__(
@@ -237,7 +244,9 @@ class Supervisor:
                 self._managed[managed.id] = managed
                 self._registrar.set_endpoint(managed.endpoint)
             await self._wait_reached({managed.id for managed in added})
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, InsufficientMemoryError) and total > 1:
+                error.hint = f"{error.hint}, or run fewer: {total} replicas share this machine's memory"
             for managed in added:
                 self._forget(managed)
             await stop_all([managed.replica for managed in added], 0.0)

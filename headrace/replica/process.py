@@ -40,7 +40,6 @@ from headrace.core.messages import (
     Subscribe,
     ToReplica,
 )
-from headrace.core.request import Request
 from headrace.engine.engine import Engine
 from headrace.replica.connections import Connection, ConnectionClosed
 from headrace.replica.event_log import EventLog
@@ -163,7 +162,8 @@ class ReplicaProcess:
         connection.next_event = message.next_seq if message.instance == self._instance else -1
         self._tell(connection, [], [], self._engine.stats())
 
-    def _submit(self, connection: Connection, request: Request) -> None:
+    def _submit(self, connection: Connection, message: Submit) -> None:
+        request = message.request
         try:
             if self._draining:
                 raise UnavailableError("this replica is draining and takes no new requests")
@@ -172,7 +172,7 @@ class ReplicaProcess:
                     f"request {request.request_id!r} is already running; ids must be unique",
                     param="request_id",
                 )
-            samples = self._engine.add(request)
+            samples = self._engine.add(request, message.sent_at)
         except HeadraceError as error:
             failed = Failed.of_error(request.request_id, error)
             self._rejected.setdefault(connection, []).append(failed)
@@ -253,7 +253,7 @@ class ReplicaProcess:
         if connection not in self._connections:
             return  # cut off while its earlier messages were answered
         if isinstance(message, Submit):
-            self._submit(connection, message.request)
+            self._submit(connection, message)
         elif isinstance(message, Abort):
             self._abort(connection, message)
         elif isinstance(message, Subscribe):

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,7 +165,7 @@ class ReplicaClient:
             raise UnavailableError("no replica is connected; it is starting or being restarted")
         if link.num_unsent_bytes() > MAX_UNSENT_BYTES:
             raise UnavailableError("the replica does not read its requests")
-        frame = encode_frame(Submit(request))
+        frame = encode_frame(Submit(request, time.monotonic()))
         if not self._open:
             self._heard_at = self._loop.time()
         first, n = request.sample_index, request.sampling.n

@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,15 @@ def test_first_tokens_say_where_the_time_went(tiny: Callable[..., Path]) -> None
     assert (first.num_computed_tokens, second.num_computed_tokens) == (20, 4)
     assert first.queue_s >= 0 and first.prefill_s > 0 and second.prefill_s > 0
     assert second.queue_s > first.prefill_s, "it waited until the other had ended"
+
+
+def test_the_way_to_the_engine_counts_as_waiting(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("llama"))
+    now = time.monotonic()
+    engine.add(make_request("early", [5, 6, 7]), now - 50.0)
+    engine.add(make_request("another clock", [5, 6, 8]), now + 1e6)
+    waited = {o.request_id: o.timing.queue_s for o in engine.step().outputs if o.timing is not None}
+    assert waited["early"] >= 50.0 > waited["another clock"] >= 0.0
 
 
 def test_says_on_what_it_runs(tiny: Callable[..., Path]) -> None:

@@ -104,8 +104,9 @@ async def test_all_start_together_and_share_the_machine(stack: Stack) -> None:
 
 async def test_when_one_cannot_start_none_does(stack: Stack) -> None:
     stack.trouble("replica-1")
-    with pytest.raises(InsufficientMemoryError, match="9 GiB"):
+    with pytest.raises(InsufficientMemoryError, match="9 GiB") as caught:
         await stack.supervisor.start()
+    assert caught.value.hint == "lower it, or run fewer: 3 replicas share this machine's memory"
     assert not stack.registrar.log and not stack.pids
 
 
