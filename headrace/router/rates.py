@@ -80,8 +80,8 @@ class Rates:
     """
 
     __slots__ = ("_computed", "_count", "_decode_s", "_decode_tokens", "_expected_s", "_num_decodes",
-                 "_num_overheads", "_pending", "_seconds", "decode_rate", "decode_s", "factor", "group", "num_prefills",
-                 "output_tokens", "overhead_s")  # fmt: skip
+                 "_num_overheads", "_pending", "_seconds", "decode_rate", "decode_s", "factor", "group",
+                 "num_prefills", "output_tokens", "overhead_s")  # fmt: skip
 
     def __init__(self, group: ClassRates) -> None:
         self.group = group

@@ -44,7 +44,7 @@ TTFT_STEP = 0.1
 class OpenLease:
     """A placement that has not been released. ``replica`` is None once its process is gone."""
 
-    __slots__ = ("alone", "began", "claimed", "delayed", "entry", "keys", "num_new_tokens", "num_samples",
+    __slots__ = ("alone", "began", "claimed", "delayed", "entry", "keys", "num_samples",
                  "num_uncached_tokens", "placed_at", "placement", "prefill_s", "replica", "route")  # fmt: skip
 
     def __init__(

@@ -1,17 +1,23 @@
 """The default: shortest predicted time to first token, with what the placement costs everybody else.
 
-    work  = seconds to compute what the replica has not cached of the prompt, at its learned rates
-    score = predicted TTFT                                       this request's wait
-          + work' · (QUEUE + STREAM · running)                   later prompts, and streams that run there
-          + new · EVICTION · pressure / mean pressure            what it pushes out of that cache
-          + CROWD · in flight / max in flight                    decoding in company
+    new     = seconds to compute what no replica has cached of the prompt, at this one's learned rates
+    missing = seconds to compute what another replica has cached and this one has not
 
-``new`` is the work that every replica would have. work' charges only a share of a popular prefix: where N
-others want it too, a replica that lacks it computes it once for all of them, so that a system prompt
-shared by everybody spreads over the fleet. A conversation's own prefix has no other users and stays dear.
-Affinity is thus given up only for the hot replica: the others keep what they have, as each is scored alone.
+    score = predicted TTFT                                    this request's wait
+          + new · (LATER + STREAM · running)                  later prompts, and streams that run there
+          + missing · (keep + STREAM · running)               what is left behind
+          + new · EVICTION · pressure / mean pressure         what it pushes out of that cache
+          + CROWD · in flight / max in flight                 decoding in company
 
-Among those within NEAR of the best, the session's last replica goes first, then the cheapest.
+    keep    = KEEP / (1 + users) / (1 + missing / KEEP_S)
+
+It holds a conversation where its past is: leaving costs the next turns too, and two copies of one past cost
+others theirs. It is divided among the other requests that want the same prefix, as a replica that lacks it
+computes it once for all of them, so that a system prompt shared by everybody spreads over the fleet.
+And it is bounded: nobody waits longer than KEEP · KEEP_S to keep a prefix, however long. Affinity is given
+up only for a hot replica: each is scored alone, and the others keep what they have.
+
+Among those whose score is at most NEAR of a TTFT behind the best, the session's last replica goes first, then the cheapest.
 """
 
 from __future__ import annotations
@@ -20,9 +26,11 @@ from collections.abc import Sequence
 
 from headrace.router.policies.base import Choice, ReplicaView, RouteView
 
-QUEUE = 0.5
+LATER = 0.5
+KEEP = 12.0
+KEEP_S = 10.0
 STREAM = 0.02
-EVICTION = 0.5
+EVICTION = 1.0
 CROWD = 0.02
 NEAR = 0.05
 
@@ -33,7 +41,7 @@ class PredictedTtft:
     def choose(self, route: RouteView, candidates: Sequence[ReplicaView], now: float) -> Choice:
         num_prompt_tokens, num_samples, cached, num_users, home = route
         most = max(cached)
-        share = 1.0 / (1.0 + num_users)  # this request's, of a prefix that others want too
+        keep = KEEP / (1.0 + num_users)
         total = 0.0
         for view in candidates:
             total += view.pressure
@@ -45,22 +53,18 @@ class PredictedTtft:
         for index, view in enumerate(candidates):
             tokens = cached[index]
             ttft = view.predict_ttft(num_prompt_tokens - tokens, num_prompt_tokens, num_samples, now)
-            new = work = view.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
+            new = view.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
+            score = ttft + new * (LATER + STREAM * view.num_running)
             if tokens < most:
                 missing = view.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - new
-                work += missing * share
-            score = (
-                ttft
-                + work * (QUEUE + STREAM * view.num_running)
-                + new * eviction * view.pressure
-                + CROWD * view.num_in_flight / view.max_in_flight
-            )
+                score += missing * (keep / (1.0 + missing / KEEP_S) + STREAM * view.num_running)
+            score += new * eviction * view.pressure + CROWD * view.num_in_flight / view.max_in_flight
             scores.append(score)
             ttfts.append(ttft)
             if best < 0 or score < best_score or (score == best_score and view.last_turn < best_turn):
                 best, best_score, best_turn = index, score, view.last_turn
         chosen, reason = best, "lowest score"
-        limit = best_score * (1.0 + NEAR)
+        limit = best_score + NEAR * ttfts[best]
         if home is not None and candidates[best].replica_id != home:
             for index, view in enumerate(candidates):
                 if view.replica_id == home and scores[index] <= limit:
