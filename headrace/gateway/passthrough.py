@@ -139,7 +139,7 @@ class _Relay:
 
     __slots__ = ("_arrival", "_body", "_call", "_done", "_exchange", "_fields", "_first", "_flight",
                  "_gateway", "_held", "_held_bytes", "_last_at", "_lease", "_metrics", "_num_events",
-                 "_rest", "_response_headers", "_stall", "_status", "_streams", "_tail", "_worker",
+                 "_response_headers", "_rest", "_stall", "_status", "_streams", "_tail", "_worker",
                  "on_done")  # fmt: skip
 
     def __init__(

@@ -299,9 +299,10 @@ class Flight:
         self._tell(outputs)
         if not self._lease_began_at and self._has_place:
             self._lease_began_at = now
-            self._dispatcher.placer.began(
-                self.request.request_id, now - self.lease_placed_at, outputs[0].num_cached_tokens
-            )
+            num_cached = outputs[0].num_cached_tokens
+            if not num_cached and outputs[0].timing is None and self.placement is not None:
+                num_cached = self.placement.num_cached_tokens  # an engine that tells it later, or never
+            self._dispatcher.placer.began(self.request.request_id, now - self.lease_placed_at, num_cached)
 
     def _tell(self, outputs: list[Output]) -> None:
         try:
@@ -352,7 +353,8 @@ class Flight:
         """A server that takes text began to answer."""
         if not self._lease_began_at:
             now = self._lease_began_at = self.first_token_at = self._dispatcher.clock()
-            self._dispatcher.placer.began(self.request.request_id, now - self.lease_placed_at, 0)
+            expected = self.placement.num_cached_tokens if self.placement is not None else 0
+            self._dispatcher.placer.began(self.request.request_id, now - self.lease_placed_at, expected)
 
     def text_ended(self, outcome: Outcome, num_output_tokens: int) -> None:
         """A server that takes text has answered, or was given up."""

@@ -118,7 +118,8 @@ class TextFlight:
         if not self._began_at:
             now = self._began_at = self._dispatcher.clock()
             self.first_at = self.first_at or now
-            self._dispatcher.placer.began(self.request_id, now - self.placed_at, 0)
+            expected = self.placement.num_cached_tokens if self.placement is not None else 0
+            self._dispatcher.placer.began(self.request_id, now - self.placed_at, expected)
 
     def _failed(self, error: HeadraceError, outcome: Outcome) -> None:
         assert self.placement is not None
