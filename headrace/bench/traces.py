@@ -20,6 +20,7 @@ import msgspec
 from headrace.core.errors import UsageError
 
 HASH_TOKENS = 512
+_DIGITS = struct.Struct("<III")
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -33,7 +34,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
     def prompt(self, vocab_size: int) -> bytes:
         """Token ids as little-endian uint32, below ``vocab_size``."""
         blocks = [
-            struct.pack("<II", number % vocab_size, number // vocab_size).ljust(4 * HASH_TOKENS, b"\0")
+            _DIGITS.pack(
+                number % vocab_size, number // vocab_size % vocab_size, number // vocab_size**2
+            ).ljust(4 * HASH_TOKENS, b"\0")
             for number in self.hash_ids
         ]
         return b"".join(blocks)[: 4 * self.input_length]

@@ -1,6 +1,7 @@
 """One replay: requests arrive at a fleet of paced replicas, in virtual time.
 
-arrivals ──► Dispatcher ──► LocalPlacer (Router) ──► ReplicaClient ══ socket ══► PacedReplica × N
+arrivals ──► (HTTP ──► Gateway ──►) Dispatcher ──► LocalPlacer (Router)
+                                        └────────► ReplicaClient ══ socket ══► PacedReplica × N
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ import msgspec
 
 from headrace.bench.metrics import RequestTrace
 from headrace.bench.simulator import clock
+from headrace.bench.simulator.callers import submit_all
+from headrace.bench.simulator.front_door import post_all
 from headrace.bench.simulator.replica import PacedModel, PacedReplica
-from headrace.bench.traces import Arrival, TraceRequest
-from headrace.core.errors import EngineError, HeadraceError
-from headrace.core.identity import block_identities
+from headrace.bench.traces import Arrival
 from headrace.core.knobs import RouterConfig
-from headrace.core.messages import Output, Stats
-from headrace.core.request import Request, SamplingParams
+from headrace.core.messages import Stats
 from headrace.core.routing import Endpoint
 from headrace.router.dispatcher import Dispatcher
-from headrace.router.external.text_worker import TextLease, TextWorker
 from headrace.router.placer import LocalPlacer
 
 log = logging.getLogger("headrace.bench.simulator")
@@ -55,28 +54,31 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.busy_s) / len(self.busy_s) / self.seconds
 
 
-def engine_request(request_id: str, trace: TraceRequest, model: PacedModel) -> Request:
-    """A recorded request as the gateway would send it: its prompt, as many tokens as were answered then."""
-    prompt = trace.prompt(model.vocab_size)
-    return Request(
-        request_id=request_id,
-        model=model.name,
-        prompt=prompt,
-        block_ids=b"".join(block_identities(model.root, prompt, model.block_size)),
-        sampling=SamplingParams(temperature=0.0, max_tokens=trace.output_length, ignore_eos=True, seed=0),
-    )
-
-
 def replay(
-    arrivals: Sequence[Arrival], model: PacedModel, num_replicas: int, policy: str, *, seed: int
+    arrivals: Sequence[Arrival],
+    model: PacedModel,
+    num_replicas: int,
+    policy: str,
+    *,
+    seed: int,
+    over_http: bool = False,
 ) -> Replay:
-    """Sends all requests at their times and waits for the last token; EngineError if any fails."""
+    """Sends all requests at their times and waits for the last token; EngineError if any fails.
+
+    ``over_http``: through the gateway, as streamed completions; otherwise straight to its dispatcher.
+    """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        return clock.run(_replay(arrivals, model, num_replicas, policy, seed, Path(folder)))
+        return clock.run(_replay(arrivals, model, num_replicas, policy, seed, over_http, Path(folder)))
 
 
 async def _replay(
-    arrivals: Sequence[Arrival], model: PacedModel, num_replicas: int, policy: str, seed: int, folder: Path
+    arrivals: Sequence[Arrival],
+    model: PacedModel,
+    num_replicas: int,
+    policy: str,
+    seed: int,
+    over_http: bool,
+    folder: Path,
 ) -> Replay:
     loop = asyncio.get_running_loop()
     config = RouterConfig(
@@ -92,20 +94,24 @@ async def _replay(
     placer.start()
     dispatcher = Dispatcher(placer, config, log=log, clock=loop.time)
     dispatcher.start()
-    for replica in replicas:
-        await replica.start()
-        placer.set_endpoint(
-            Endpoint(
-                replica_id=replica.replica_id, model=model.name, address=str(replica.path), kind="headrace"
-            )
-        )
-    while any(member.state != "ready" for member in dispatcher.members()):
-        await asyncio.sleep(0.01)
     try:
+        for replica in replicas:
+            await replica.start()
+            placer.set_endpoint(
+                Endpoint(
+                    replica_id=replica.replica_id,
+                    model=model.name,
+                    address=str(replica.path),
+                    kind="headrace",
+                )
+            )
+        while any(member.state != "ready" for member in dispatcher.members()):
+            await asyncio.sleep(0.01)
         began = loop.time()
-        callers = Callers(dispatcher, model, arrivals, began)
-        await callers.done
-        seconds = max(trace.finished for trace in callers.traces) - began
+        if over_http:
+            traces = await post_all(arrivals, model, dispatcher, folder, log)
+        else:
+            traces = await submit_all(arrivals, model, dispatcher)
         for replica in replicas:
             replica.scheduler.check_integrity()
         placer.router.check_integrity()
@@ -115,94 +121,8 @@ async def _replay(
         for replica in replicas:
             await replica.close()
     return Replay(
-        requests=callers.traces,
+        requests=traces,
         stats=[replica.stats() for replica in replicas],
         busy_s=[replica.busy_s for replica in replicas],
-        seconds=seconds,
+        seconds=max(trace.finished for trace in traces) - began,
     )
-
-
-class Callers:
-    """Submits each request at its time. ``done`` is set when all have ended; ``traces`` are then complete."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, model: PacedModel, arrivals: Sequence[Arrival], began: float
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._dispatcher = dispatcher
-        self._model = model
-        self._arrivals = arrivals
-        self._began = began
-        self._num_open = len(arrivals)
-        self.done: asyncio.Future[None] = self._loop.create_future()
-        self.traces: list[RequestTrace] = []
-        self._wait_for(0)
-
-    def _wait_for(self, number: int) -> None:
-        self._loop.call_at(self._began + self._arrivals[number].at, self._submit, number)
-
-    def _submit(self, number: int) -> None:
-        if number + 1 < len(self._arrivals):
-            self._wait_for(number + 1)
-        request = engine_request(str(number), self._arrivals[number].request, self._model)
-        try:
-            self._dispatcher.submit(request, _Caller(self, request, self._loop))
-        except Exception as error:  # a bug on the way would otherwise be waited for for ever
-            if not self.done.done():
-                self.done.set_exception(error)
-
-    def ended(self, trace: RequestTrace) -> None:
-        self.traces.append(trace)
-        self._num_open -= 1
-        if not self._num_open and not self.done.done():
-            self.done.set_result(None)
-
-    def failed(self, request: Request, error: HeadraceError) -> None:
-        if not self.done.done():
-            self.done.set_exception(
-                EngineError(f"request {request.request_id} of the replay failed: {error.message}")
-            )
-
-
-class _Caller:
-    """One request's Sink: notes when its first and its last token came."""
-
-    __slots__ = ("_callers", "_first", "_loop", "_num_cached", "_num_output", "_request", "_sent")
-
-    def __init__(self, callers: Callers, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self._callers = callers
-        self._request = request
-        self._loop = loop
-        self._sent = loop.time()
-        self._first = 0.0
-        self._num_cached = 0
-        self._num_output = 0
-
-    def on_outputs(self, outputs: list[Output]) -> None:
-        """See Sink."""
-        for output in outputs:
-            if not self._num_output:
-                self._first = self._loop.time()
-                self._num_cached = output.num_cached_tokens
-            self._num_output += len(output.token_ids)
-            if output.finish_reason is not None:
-                now = self._loop.time()
-                self._callers.ended(
-                    RequestTrace(
-                        sent=self._sent,
-                        text_times=[self._first, now],
-                        finished=now,
-                        prompt_tokens=self._request.num_prompt_tokens,
-                        cached_tokens=self._num_cached,
-                        output_tokens=self._num_output,
-                        finish_reason=output.finish_reason,
-                    )
-                )
-
-    def on_error(self, error: HeadraceError) -> None:
-        """See Sink."""
-        self._callers.failed(self._request, error)
-
-    def on_text_worker(self, worker: TextWorker, lease: TextLease) -> None:
-        """See Sink."""
-        raise AssertionError("paced replicas take tokens")

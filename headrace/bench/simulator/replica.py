@@ -54,7 +54,7 @@ class PacedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 262_144
-    vocab_size: int = 128_256
+    vocab_size: int = 1024
 
     @property
     def root(self) -> bytes:

@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from headrace.bench.metrics import RequestTrace
+from headrace.bench.simulator.callers import engine_request
 from headrace.bench.simulator.capacity import work_off_seconds
-from headrace.bench.simulator.fleet import engine_request, replay
+from headrace.bench.simulator.fleet import replay
 from headrace.bench.simulator.replica import PacedModel
 from headrace.bench.simulator.step_time import StepTime
 from headrace.bench.traces import Arrival, TraceRequest, arrivals
@@ -76,3 +78,17 @@ def test_the_capacity_of_a_fleet_grows_with_it() -> None:
     requests = [engine_request(str(i), a.request, MODEL) for i, a in enumerate(conversations())]
     one, three = (work_off_seconds(requests, MODEL, count) for count in (1, 3))
     assert 0.0 < three < one / 2
+
+
+def test_the_gateway_in_front_changes_no_figure() -> None:
+    arriving = conversations()
+    direct = replay(arriving, MODEL, 3, "predicted_ttft", seed=1)
+    over_http = replay(arriving, MODEL, 3, "predicted_ttft", seed=1, over_http=True)
+
+    def figures(traces: list[RequestTrace]) -> list[tuple[float, ...]]:
+        return sorted(
+            (t.sent, t.ttft, t.e2el, t.prompt_tokens, t.cached_tokens, t.output_tokens) for t in traces
+        )
+
+    assert over_http.stats == direct.stats
+    assert figures(over_http.requests) == figures(direct.requests)
