@@ -49,9 +49,7 @@ def block_identities(parent: bytes, tokens: Tokens, block_size: int, *, start_bl
     width = 4 * block_size
     identities = []
     for offset in range(start_block * width, len(view) - width + 1, width):
-        digest = sha256(parent)
-        digest.update(view[offset : offset + width])
-        parent = digest.digest()
+        parent = sha256(parent + view[offset : offset + width]).digest()
         identities.append(parent)
     return identities
 

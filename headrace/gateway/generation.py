@@ -112,6 +112,9 @@ class Generation:
             self.samples += group
         self._unfinished = len(self.samples)
         self._forwarded: Callable[[], None] | None = None  # what aborts a body that went on as text
+        self._observe_gap = served.metrics.inter_token_latency.observe
+        self._lags = False  # the transport holds more than a little that its reader has not taken
+        self._over = False
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submitted_at = 0.0
 
@@ -144,11 +147,14 @@ class Generation:
             self.flights[request.request_id] = flight
         exchange.watch(self._on_disconnect)
         try:
-            if self._streams and not self._done.done() and self._is_placed():
-                exchange.start_events(self._shape.opening())
+            if self._streams:
+                exchange.watch_writable(self._on_full, self._on_room)
+                if not self._over and self._is_placed():
+                    exchange.start_events(self._shape.opening())
             await self._done
         finally:
-            if not self._done.done():
+            if not self._over:
+                self._over = True
                 self._abort()
         if self._unfinished:
             return  # the caller has gone, or has its answer from elsewhere
@@ -159,7 +165,7 @@ class Generation:
     # What flights call
 
     def on_outputs(self, outputs: list[Output]) -> None:
-        if self._done.done():
+        if self._over:
             return
         try:
             self._advance(outputs)
@@ -170,7 +176,7 @@ class Generation:
             self._end(error)
 
     def on_error(self, error: HeadraceError) -> None:
-        if not self._done.done():
+        if not self._over:
             self._metrics.finished["error"] += self._unfinished
             self._end(error)
 
@@ -188,39 +194,53 @@ class Generation:
     def _advance(self, outputs: list[Output]) -> None:
         """Text for new tokens, sample by sample; counts them and stops what a stop string ended."""
         now = time.perf_counter()
-        metrics = self._metrics
         shape = self._shape
-        events = []
+        parts: list[bytes] = []
         for output in outputs:
             sample = self._of[output.request_id][output.sample_index]
             if sample.finish_reason is not None:
                 continue
             if sample.last_at:
-                metrics.inter_token_latency.observe(now - sample.last_at)
+                self._observe_gap(now - sample.last_at)
             else:
                 self._begin(sample, output, now)
             sample.last_at = now
-            if output.finish_reason is None and sample.text_stream.transparent:
-                token_ids = output.token_ids
-                if not self._streams:
-                    sample.held += token_ids
-                    self._count(sample, len(token_ids))
+            token_ids = output.token_ids
+            if output.finish_reason is not None or not sample.text_stream.transparent:
+                parts.append(self._push(sample, output, now))
+                continue
+            if not self._streams:
+                sample.held += token_ids
+            else:
+                text = self._escaped[token_ids[0]] if len(token_ids) == 1 else self._whole_text(token_ids)
+                if text is None:
+                    parts.append(self._push(sample, output, now))
                     continue
-                if len(token_ids) == 1:
-                    text = self._escaped[token_ids[0]]
-                else:
-                    texts = [self._escaped[token_id] for token_id in token_ids]
-                    text = None if None in texts else b"".join(texts)  # type: ignore[arg-type]
-                if text is not None:
-                    self._count(sample, len(token_ids))
-                    if text:
-                        events.append(shape.before[sample.index] + text + shape.after)
-                    continue
-            events.append(self._push(sample, output, now))
-        if self._streams:
-            self._send(events)
-        elif not self._unfinished:
-            self._end()
+                if text:
+                    parts += (shape.before[sample.index], text, shape.after)
+            sample.num_tokens += len(token_ids)
+            self._metrics.generation_tokens += len(token_ids)
+        if not self._unfinished:
+            self._complete(parts)
+        elif self._streams:
+            exchange = self._exchange
+            if not exchange.started:
+                exchange.start_events(shape.opening())
+            data = b"".join(parts)
+            if data:
+                exchange.send_events(data)
+                if self._lags and exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
+                    self._give_up_on_reader()
+
+    def _whole_text(self, token_ids: list[int]) -> bytes | None:
+        """Several tokens as they stand in a JSON string; None when one is not a text of its own."""
+        texts: list[bytes] = []
+        for token_id in token_ids:
+            text = self._escaped[token_id]
+            if text is None:
+                return None
+            texts.append(text)
+        return b"".join(texts)
 
     def _push(self, sample: Sample, output: Output, now: float) -> bytes:
         """What a TextStream makes of an output, as an event."""
@@ -232,7 +252,8 @@ class Generation:
             token_ids = sample.held + token_ids
             sample.held = []
         delta = sample.text_stream.push(token_ids, output.logprobs, output.finish_reason, output.stop_token)
-        self._count(sample, delta.num_tokens - num_counted)
+        sample.num_tokens += delta.num_tokens - num_counted
+        self._metrics.generation_tokens += delta.num_tokens - num_counted
         if delta.finish_reason is not None:
             self._finish(sample, delta.finish_reason, delta.stop_reason, now)
         if delta.needs_abort:
@@ -243,23 +264,14 @@ class Generation:
             sample.logprobs += delta.logprobs
         return b""
 
-    def _send(self, events: list[bytes]) -> None:
-        exchange = self._exchange
-        if not exchange.started:
-            exchange.start_events(self._shape.opening())
-        if not self._unfinished:
-            exchange.send_events(b"".join([*events, self._shape.closing(self), DONE]), last=True)
-            self._end()
-            return
-        data = events[0] if len(events) == 1 else b"".join(events)
-        if data:
-            exchange.send_events(data)
-            if exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
-                self._give_up_on_reader()
-
-    def _count(self, sample: Sample, num_tokens: int) -> None:
-        sample.num_tokens += num_tokens
-        self._metrics.generation_tokens += num_tokens
+    def _complete(self, parts: list[bytes]) -> None:
+        """Every sample has ended: the last events, or a handler that writes the whole response."""
+        if self._streams:
+            exchange = self._exchange
+            if not exchange.started:
+                exchange.start_events(self._shape.opening())
+            exchange.send_events(b"".join([*parts, self._shape.closing(self), DONE]), last=True)
+        self._end()
 
     def _begin(self, sample: Sample, output: Output, now: float) -> None:
         metrics = self._metrics
@@ -305,6 +317,7 @@ class Generation:
 
     def _end(self, error: Exception | None = None) -> None:
         """Wakes the handler; nothing that comes later counts."""
+        self._over = True
         if error is None:
             self._done.set_result(None)
         else:
@@ -319,14 +332,21 @@ class Generation:
             self._forwarded()
 
     def _on_disconnect(self) -> None:
-        if not self._done.done():
+        if not self._over:
             self._metrics.finished["abort"] += self._unfinished
             self._end()
 
     def _on_forwarded(self) -> None:
         self._forwarded = None
-        if not self._done.done():
+        if not self._over:
+            self._over = True
             self._done.set_result(None)
+
+    def _on_full(self) -> None:
+        self._lags = True
+
+    def _on_room(self) -> None:
+        self._lags = False
 
     def _give_up_on_reader(self) -> None:
         """Ends the answer of a caller that does not read, and its connection behind it."""

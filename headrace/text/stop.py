@@ -44,3 +44,7 @@ class StopStrings:
     def held(self, text: str) -> int:
         """Length of the longest end of ``text`` that a stop string may begin with."""
         return self._beginnings.length(text)
+
+
+NO_STOPS = StopStrings(())
+"""For texts without any: it holds nothing, so all may share it."""

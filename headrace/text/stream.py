@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.messages import FinishReason, TokenLogprobs
 from headrace.core.request import SamplingParams
-from headrace.text.stop import Match, StopStrings
+from headrace.text.stop import NO_STOPS, Match, StopStrings
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -73,7 +73,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._params = params
         self._offset = text_offset
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop) if params.stop else NO_STOPS
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, continuation=True
         )

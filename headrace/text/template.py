@@ -8,7 +8,8 @@ again and encodes that text as text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -23,6 +24,8 @@ from headrace.text.template_process import TemplateProcess, TemplateTimeout
 
 _GUARDS = range(0xE000, 0xF8FF)
 MAX_TEMPLATE_CHARACTERS = 1 << 20
+_SHORT = 24
+"""Characters up to which a string, such as a role or a field's name, is likely to come again."""
 
 
 class ChatTemplate:
@@ -51,6 +54,7 @@ class ChatTemplate:
         shared = special_pattern is not None and len(markable) == len(specials)
         self._special_pattern = special_pattern if shared else literal_pattern(markable)
         self._prefix_ends = PrefixEnds(markable)
+        self._short_is_risky = lru_cache(maxsize=512)(self._is_risky)
         self._timeout = timeout
         self._inline: InlineTemplate | None = None
         self._skeletons: Skeletons | None = None
@@ -108,7 +112,8 @@ class ChatTemplate:
             "documents": None,
             **(template_kwargs or {}),
         }
-        strings = list(_strings(request))
+        strings: list[str] = []
+        _collect_strings(request, strings)
         guard = self._guard(strings, always_guard)
         if guard is not None:
             request = self._mark(request, guard)
@@ -135,7 +140,8 @@ class ChatTemplate:
         self._process.close()
 
     def _render_whole(self, request: Mapping[str, Any], add_generation_prompt: bool) -> str:
-        strings = list(_strings(request))
+        strings: list[str] = []
+        _collect_strings(request, strings)
         return self._run(
             {**self._variables, **request, "add_generation_prompt": add_generation_prompt},
             sum(map(len, strings)) + 16 * len(strings),
@@ -188,10 +194,19 @@ class ChatTemplate:
         pattern = self._special_pattern
         if pattern is None:
             return None
-        ends = self._prefix_ends
-        if not always and not any(pattern.search(text) or ends.length(text) for text in strings):
-            return None
+        if not always:
+            for text in strings:
+                risky = self._short_is_risky(text) if len(text) <= _SHORT else self._is_risky(text)
+                if risky:
+                    break
+            else:
+                return None
         return _unused("".join(strings) + self.source)
+
+    def _is_risky(self, text: str) -> bool:
+        """Whether a special token's text is in ``text``, or could be completed by what follows it."""
+        pattern = self._special_pattern
+        return pattern is not None and (bool(pattern.search(text)) or self._prefix_ends.length(text) > 0)
 
     def _mark(self, value: Any, guard: str) -> Any:
         if isinstance(value, str):
@@ -212,17 +227,18 @@ class ChatTemplate:
         return text + guard if self._prefix_ends.length(text) else text
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _collect_strings(value: Any, found: list[str]) -> None:
+    """Adds every string in ``value``, names of fields included."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            if isinstance(name, str):
-                yield name
-            yield from _strings(item)
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _strings(item)
+            _collect_strings(item, found)
+    elif value is not None and isinstance(value, (dict, Mapping)):
+        for name, item in value.items():
+            if isinstance(name, str):
+                found.append(name)
+            _collect_strings(item, found)
 
 
 def _unused(text: str) -> str:
