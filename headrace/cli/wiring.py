@@ -64,7 +64,8 @@ async def run_server(settings: Settings, printer: Printer) -> None:
                 stack.push_async_callback(supervisor.stop, 0.0)
                 for model in models:
                     for worker in model.deployment.workers:
-                        front.router.set_endpoint(worker.endpoint(model.deployment.name))
+                        endpoint = worker.endpoint(model.deployment.name, has_tokenizer=bool(model.folder))
+                        front.router.set_endpoint(endpoint)
                 tokenizers, _ = await asyncio.gather(
                     asyncio.to_thread(_load_tokenizers, models, settings),
                     supervisor.start(lambda done, total: progress("loading weights", done, total)),

@@ -54,8 +54,8 @@ class WorkerDeployment(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     api_key_env: Annotated[str, _field("Environment variable that holds the server's key.")] = ""
 
-    def endpoint(self, model: str) -> Endpoint:
-        """It as the router is told of it, serving ``model``."""
+    def endpoint(self, model: str, *, has_tokenizer: bool = True) -> Endpoint:
+        """It as the router is told of it, serving ``model``; without a tokenizer here it is sent text."""
         return Endpoint(
             replica_id=self.id,
             model=model,
@@ -63,7 +63,7 @@ class WorkerDeployment(msgspec.Struct, frozen=True, kw_only=True):
             kind=self.kind,
             remote_model=self.remote_model,
             overflow=self.overflow,
-            text_only=self.text_only,
+            text_only=self.text_only or not has_tokenizer,
             kv_events=self.kv_events,
             kv_replay=self.kv_replay,
             price_per_hour=self.price_per_hour,

@@ -54,8 +54,8 @@ class _Body(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     messages: list[msgspec.Raw] | None = None
-    prompt: msgspec.Raw | None = None
-    tools: msgspec.Raw | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -111,12 +111,7 @@ def route_of(fields: _Body, model: str, info: ModelInfo, exchange: Exchange) -> 
 
     Turn N is a prefix of turn N + 1, as messages are joined as they were written.
     """
-    parts: list[msgspec.Raw | bytes] = [*(fields.messages or ())]
-    if fields.prompt is not None:
-        parts.append(fields.prompt)
-    if fields.tools is not None:
-        parts.insert(0, fields.tools)
-    text = b"".join(parts)
+    text = b"".join([fields.tools, *(fields.messages or ()), fields.prompt])
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     named = [value for name, value in exchange.headers if name == b"x-session-id"]
     session = named[0].decode("latin-1")[:MAX_SESSION_CHARS] if named else None
