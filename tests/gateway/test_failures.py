@@ -190,7 +190,7 @@ def test_another_replica_goes_on_and_nobody_notices(pair, trouble, stream):
         usage = answer.json["usage"]
     assert text == PARIS
     first, second = received(pair)
-    assert first.request_id == second.request_id
+    assert second.request_id == f"{first.request_id}-r1"
     assert usage["prompt_tokens"] == first.num_prompt_tokens
     assert usage["completion_tokens"] == len(pair.tokenizer.encode(PARIS, False)) + 1
     assert b'headrace_request_rescues_total{model_name="tiny"} 1.0' in call(pair, "/metrics").body
