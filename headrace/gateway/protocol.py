@@ -61,6 +61,8 @@ class Limits:
     idle_timeout_s: float = 75.0
     flush_timeout_s: float = 30.0
     """Time in which a reader must take something of a response that is complete."""
+    stall_timeout_s: float = 300.0
+    """Time in which a reader must take something of a response that is held back for it."""
     linger_s: float = 5.0
     """Time in which a refused caller's bytes are dropped, so that it can read why."""
     sweep_s: float = 1.0
@@ -183,11 +185,13 @@ class HttpConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.write_paused = True
         if self._current is not None:
+            self._watch_reader()
             self._current.pause()
 
     def resume_writing(self) -> None:
         self.write_paused = False
         if self._current is not None:
+            self.deadline = NEVER
             self._current.resume()
 
     def data_received(self, data: bytes) -> None:
@@ -239,7 +243,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # and not in a trailer
-            self._headers.append((name.lower(), value.strip(b" \t")))
+            self._headers.append((name.lower(), value.strip()))
 
     def on_headers_complete(self) -> None:
         if self._replaying:
@@ -353,6 +357,8 @@ class HttpConnection(asyncio.Protocol):
                 exchange.expects_continue = False
             self._current = exchange
             self.deadline = NEVER
+            if self.write_paused:
+                self._watch_reader()
             self._host.handle(exchange)
         self._advancing = False
         self._throttle()
@@ -445,14 +451,23 @@ class HttpConnection(asyncio.Protocol):
         if self._current is not None and not self._current.body_complete:
             self._current.fail_body(error)
 
+    def _watch_reader(self) -> None:
+        """From now on the reader of the running response has to take something from time to time."""
+        self._unsent = 0
+        self.deadline = self._loop.time() + self.limits.stall_timeout_s
+
     def expire(self, now: float) -> None:
         """The deadline has passed, in seconds of the loop's clock."""
+        limits = self.limits
         unsent = self.unsent_bytes()
         if unsent and (not self._unsent or unsent < self._unsent):
             self._unsent = unsent
-            self.deadline = now + self.limits.flush_timeout_s
+            running = self._current is not None
+            self.deadline = now + (limits.stall_timeout_s if running else limits.flush_timeout_s)
+        elif self._current is not None:
+            self.transport.abort()
         elif self._in_head and not self._deaf:
-            self._refuse(_Refusal(408, f"the headers did not arrive within {self.limits.head_timeout_s:g} s"))
+            self._refuse(_Refusal(408, f"the headers did not arrive within {limits.head_timeout_s:g} s"))
             self._advance()
         elif unsent or self._deaf or self._incoming is not None:
             self.transport.abort()

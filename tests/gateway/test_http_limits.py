@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.gateway.protocol import Limits
-from tests.gateway.door import GET, HOLD, Door, talking
+from tests.gateway.door import GET, HOLD, STREAM, Door, talking
 
 FAST = Limits(
     head_timeout_s=0.2,
     body_timeout_s=0.2,
     idle_timeout_s=0.2,
     flush_timeout_s=0.2,
+    stall_timeout_s=0.2,
     linger_s=0.2,
     sweep_s=0.05,
 )
@@ -120,3 +121,29 @@ def test_a_reader_that_never_fetches_a_complete_answer_is_cut(hasty):
         hasty.wait_for(lambda: hasty.exchanges[0].unsent_bytes() == 0, "connection cut")
         with pytest.raises((ConnectionResetError, http.client.IncompleteRead)):
             caller.reply()
+
+
+def test_a_reader_that_stalls_in_a_stream_is_cut(hasty):
+    with hasty.connect(receive_buffer=4096) as caller:
+        caller.send(STREAM)
+        hasty.wait_for(lambda: hasty.exchanges, "stream running")
+        hasty.do(lambda: hasty.exchanges[0].send_events(b"x" * (16 << 20)))
+        hasty.wait_for(lambda: hasty.events == ["gone"], "connection cut")
+
+
+def test_a_reader_that_takes_something_from_time_to_time_is_not_cut(door):
+    with door.connect(receive_buffer=4096) as caller:
+        caller.send(STREAM)
+        door.wait_for(lambda: door.exchanges, "stream running")
+        exchange = door.exchanges[0]
+        connection = exchange._connection
+        door.do(lambda: exchange.send_events(b"x" * (32 << 20)))
+        for _ in range(3):  # each time is as if the deadline had passed
+            door.do(lambda: connection.expire(door.loop.time()))
+            before = exchange.unsent_bytes()
+            while exchange.unsent_bytes() == before:
+                assert caller.sock.recv(1 << 18)
+        assert door.events == []
+        door.wait_for(
+            lambda: connection.expire(door.loop.time()) or door.events == ["gone"], "connection cut"
+        )
