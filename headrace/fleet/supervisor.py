@@ -5,7 +5,7 @@
         └── LocalReplica ── python -m headrace.replica
 
 What leaves, leaves in this order: the router places nothing new there; what runs gets time to finish; what
-still runs is handed over to others; the process ends; the router forgets it.
+still runs is handed over to others; the router forgets it; the process ends.
 """
 
 from __future__ import annotations
@@ -93,11 +93,13 @@ class _Place:
 
 @dataclass(eq=False)
 class _Managed:
-    """One replica and what the router was told of it; ``loading``: bytes of weights done and in all."""
+    """One replica and what the router was told of it, while ``announced``; ``loading``: bytes of weights
+    done and in all."""
 
     place: _Place
     replica: LocalReplica
     endpoint: Endpoint
+    announced: bool = False
     hello: Hello | None = None
     loading: tuple[int, int] = (0, 0)
     on_loading: Callable[[], None] = lambda: None
@@ -131,7 +133,7 @@ class Supervisor:
         self._directory = directory
         self._grace_s = grace_s
         self._logs = logs or LogConfig()
-        self._managed: dict[str, _Managed] = {}  # announced to the router, by replica id
+        self._managed: dict[str, _Managed] = {}  # by replica id
         self._starting: list[_Managed] = []
         self._memory_bytes = 0
         self._command = asyncio.Lock()
@@ -210,10 +212,11 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Ends every replica, those that are starting too; what runs gets ``grace_s`` seconds to finish."""
         self._stopping = True
-        announced, self._managed = list(self._managed.values()), {}
-        for managed in announced:
-            self._registrar.remove_endpoint(managed.id)
-        await stop_all([managed.replica for managed in [*self._starting, *announced]], grace_s)
+        everything = [*self._starting, *self._managed.values()]
+        for managed in everything:
+            self._withdraw(managed)
+        await stop_all([managed.replica for managed in everything], grace_s)
+        self._managed.clear()
 
     # Starting
 
@@ -242,13 +245,15 @@ class Supervisor:
                 raise UnavailableError("the server is shutting down")
             for managed in added:
                 self._managed[managed.id] = managed
+                managed.announced = True
                 self._registrar.set_endpoint(managed.endpoint)
             await self._wait_reached({managed.id for managed in added})
         except BaseException as error:
             if isinstance(error, InsufficientMemoryError) and total > 1:
                 error.hint = f"{error.hint}, or run fewer: {total} replicas share this machine's memory"
             for managed in added:
-                self._forget(managed)
+                self._withdraw(managed)
+                self._managed.pop(managed.id, None)
             await stop_all([managed.replica for managed in added], 0.0)
             raise
         finally:
@@ -287,9 +292,9 @@ class Supervisor:
         return managed
 
     def _change(self, managed: _Managed, **changes: object) -> None:
-        """Tells the router what is new about a replica, unless it has been removed there."""
+        """Tells the router what is new about a replica, if it knows it."""
         managed.endpoint = msgspec.structs.replace(managed.endpoint, **changes)
-        if managed.id in self._managed:
+        if managed.announced:
             self._registrar.set_endpoint(managed.endpoint)
 
     async def _wait_reached(self, names: set[str]) -> None:
@@ -316,13 +321,16 @@ class Supervisor:
             report(f"{managed.id} hands over what still runs after {self._grace_s:.0f} s")
             self._change(managed, hand_over=True)
             await self._wait_idle(managed.id, HAND_OVER_S)
+        self._withdraw(managed)
         # It drains by itself too: a router that has just started may not know of all that runs there.
         await managed.replica.stop(max(0.0, deadline - loop.time()))
-        self._forget(managed)
+        self._managed.pop(managed.id, None)
         report(f"{managed.id} has ended")
 
-    def _forget(self, managed: _Managed) -> None:
-        if self._managed.pop(managed.id, None) is not None:
+    def _withdraw(self, managed: _Managed) -> None:
+        """Has the router forget a replica, once."""
+        if managed.announced:
+            managed.announced = False
             self._registrar.remove_endpoint(managed.id)
 
     async def _wait_idle(self, replica_id: str, limit_s: float) -> bool:

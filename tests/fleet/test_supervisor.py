@@ -154,7 +154,7 @@ async def test_one_that_the_router_never_reaches_is_taken_back(
 
 
 async def test_who_leaves_finishes_first(stack: Stack) -> None:
-    """Nothing new is placed, what runs ends, only then the process does, and the router forgets it last."""
+    """Nothing new is placed, what runs ends, the router forgets it, and only then the process ends."""
     await stack.supervisor.start()
     stack.registrar.in_flight["replica-1"] = 2
     pid = stack.supervisor.pids["replica-1"]
@@ -281,6 +281,21 @@ async def test_commands_wait_for_each_other(stack: Stack) -> None:
     stack.registrar.in_flight.clear()
     await first
     assert await second == "m runs 2 replicas (before: 1)"
+
+
+async def test_a_command_that_is_cut_short_leaves_no_process(stack: Stack) -> None:
+    await stack.supervisor.start()
+    stack.registrar.in_flight["replica-1"] = 1
+    leaving = asyncio.create_task(stack.supervisor.scale("m", 1, stack.report))
+    await until(lambda: stack.registrar.endpoints["replica-1"].draining)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    pids = stack.pids
+    coming = asyncio.create_task(stack.supervisor.scale("m", 4, stack.report))
+    await until(lambda: any("starting" in line for line in stack.lines))
+    coming.cancel()
+    await asyncio.wait([coming])
+    assert stack.pids == pids and len(stack.registrar.endpoints) == 3
 
 
 @pytest.mark.parametrize("what", ["scaling up", "draining"])
