@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from headrace.core.wire import FrameDecoder, FrameError, encode_frame
 
 MIN_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 0.25
 
 Message = TypeVar("Message")
 Received = TypeVar("Received", contravariant=True)

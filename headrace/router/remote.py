@@ -79,6 +79,7 @@ class RemotePlacer:
         self._on_hang = on_hang
         self._link: Link[FromRouter] | None = None
         self._connected = asyncio.Event()
+        self._closing = False
         self._waiting: dict[str, _Waiting] = {}
         self._leases: dict[str, Lease] = {}
         self._endpoints: dict[str, Endpoint] = {}
@@ -101,6 +102,7 @@ class RemotePlacer:
 
     async def close(self) -> None:
         """Ends the connection; what waits is refused."""
+        self._closing = True
         if self._sweeper is not None:
             self._sweeper.cancel()
         if self._runner is not None:
@@ -284,7 +286,8 @@ class RemotePlacer:
             return
         self._link = None
         self._connected.clear()
-        self._log.warning("the router's connection ended (%s); connecting again", reason)
+        if not self._closing:
+            self._log.warning("the router's connection ended (%s); connecting again", reason)
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(UnavailableError(f"the router went away ({reason})"))

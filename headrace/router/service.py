@@ -114,7 +114,7 @@ class RouterService:
     def lose(self, link: Link[ToRouter], reason: str) -> None:
         """A peer has gone, and with it all that it held."""
         peer = self._links.pop(link)
-        level = logging.WARNING if peer.held else logging.INFO
+        level = logging.WARNING if peer.held else logging.DEBUG
         self._log.log(level, "%s is gone (%s); it held %d requests", peer.name, reason, len(peer.held))
         for request_id in list(peer.held):
             self._release(request_id, peer)
@@ -155,7 +155,8 @@ class RouterService:
 
     def _attach(self, peer: _Peer, message: Attach) -> None:
         peer.name = message.peer
-        self._log.info("%s attached with %d leases", peer.name, len(message.leases))
+        if message.leases:
+            self._log.info("%s is back with %d requests that run", peer.name, len(message.leases))
         for lease in message.leases:
             self._own(lease.route.request_id, peer)
             self.placer.adopt(lease)
