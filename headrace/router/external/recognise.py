@@ -151,9 +151,9 @@ async def _vllm(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Reco
     limits = list(vllm.LIMITS) if tokens else [TEXT_LIMIT, BROKEN_LIMIT]
     if path == vllm.VLLMCompletions.path:
         limits.append(vllm.COMPLETIONS_LIMIT)
-    if sources is None:
+    if sources is None and tokens:
         limits.append(NO_EVENTS_LIMIT)
-    elif not sources[1]:
+    elif sources is not None and not sources[1]:
         limits.append("no replay of cache events (replay_endpoint): after a gap its index begins anew")
     if page is None:
         limits.append("no /metrics: how busy it is is a guess")
@@ -221,7 +221,7 @@ async def _sglang(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Re
     page_size = _int(info.get("page_size")) or 1
     events = tokens and bool(endpoint.kv_events)
     limits = list(sglang.LIMITS) if tokens else [TEXT_LIMIT, BROKEN_LIMIT]
-    if not events:
+    if tokens and not events:
         limits.append("no cache events (kv_events of the replica): what its cache holds is a guess")
     if not has_load:
         limits.append("no /metrics (--enable-metrics): how busy it is is a guess")

@@ -210,6 +210,8 @@ class _Sample:
         outputs: list[Output] = []
         fault: ServerFault | None = None
         for place, data in enumerate(events):
+            if outputs and outputs[-1].finish_reason is not None:
+                break
             try:
                 outputs += self._reader.on_event(data)
             except Lookup as lookup:

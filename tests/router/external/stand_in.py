@@ -237,14 +237,18 @@ class Ear:
             await self._done.wait()
 
     def tokens(self, sample: int = 0) -> list[int]:
-        return [token for output in self.outputs if output.sample_index == sample for token in output.token_ids]
+        return [
+            token for output in self.outputs if output.sample_index == sample for token in output.token_ids
+        ]
 
 
 def make_request(prompt: list[int], request_id: str = "req", **fields: Any) -> Request:
     """A request with these sampling parameters; those of the Request itself by their own names."""
     own = {name: fields.pop(name) for name in ("num_output_tokens", "sample_index") if name in fields}
     fields.setdefault("seed", 7)
-    return Request(request_id=request_id, prompt=pack_tokens(prompt), sampling=SamplingParams(**fields), **own)
+    return Request(
+        request_id=request_id, prompt=pack_tokens(prompt), sampling=SamplingParams(**fields), **own
+    )
 
 
 def only(body: dict[str, Any], allowed: set[str]) -> None:

@@ -139,7 +139,9 @@ async def test_an_interim_answer_is_skipped(server, client):
 
 async def test_a_second_answer_nobody_asked_for_ends_the_connection(server, client):
     async def twice(exchange: Exchange) -> None:
-        exchange.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nAHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nB")
+        exchange.raw(
+            b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nAHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nB"
+        )
 
     server.routes["/page"] = twice
     assert await client.fetch("GET", "/page") == (200, b"A")
@@ -225,7 +227,9 @@ async def test_closing_fails_what_runs(server):
     await until(lambda: late.failure)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user:pw@host", "http://host:99999", "http://hö"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://user:pw@host", "http://host:99999", "http://hö"]
+)
 def test_urls_that_are_none(url):
     with pytest.raises(UsageError):
         Base(url)
@@ -233,5 +237,8 @@ def test_urls_that_are_none(url):
 
 def test_base_urls():
     assert (Base("http://h:81/v1").prefix, Base("http://h:81/v1").port) == ("", 81)
-    assert (Base("https://api.example/openai/v1/").prefix, Base("https://api.example").port) == ("/openai", 443)
+    assert (Base("https://api.example/openai/v1/").prefix, Base("https://api.example").port) == (
+        "/openai",
+        443,
+    )
     assert Base("http://[::1]:8000").host == "::1"
