@@ -63,6 +63,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1024)] | None,
         _knob("CPU threads of the engine; default: every core.", "warm"),
     ] = None
+    kv_disk_gb: Annotated[
+        float,
+        _knob(
+            "Disk space for blocks that are pushed out of memory, shared by the replicas of a host; 0: none.",
+            "warm",
+            ge=0,
+        ),
+    ] = 0.0
+    kv_disk_path: Annotated[
+        str | None, _knob("Folder of those blocks; default: headrace/kv under the user's cache.", "cold")
+    ] = None
+    kv_connector: Annotated[
+        Literal["auto", "shm", "tcp"],
+        _knob("How blocks move between replicas; auto: shared memory on one host, else TCP.", "cold"),
+    ] = "auto"
     seed: Annotated[
         int | None, _knob("Draws the seeds of requests that bring none; default: not repeatable.", "cold")
     ] = None
@@ -146,6 +161,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             "warm",
         ),
     ] = None
+    prefill: Annotated[
+        int, _knob("Local replicas that only compute prompts, for the decode replicas.", "warm", ge=0, le=64)
+    ] = 0
+    decode: Annotated[
+        int, _knob("Local replicas that take blocks from the prefill replicas.", "warm", ge=0, le=64)
+    ] = 0
     gateways: Annotated[
         int,
         _knob("Gateway processes; above 1 the router gets a process of its own.", "warm", ge=1, le=64),

@@ -82,13 +82,17 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     """Where a sample's time went inside the replica before its first token, in seconds.
 
     ``queue_s`` from when it was sent (or read, where that is untold) to the first step that computed for
-    it, ``prefill_s`` from there to its first token. ``num_computed_tokens`` are the prompt tokens that were
-    computed, not cached.
+    it, without ``fill_s``, the wait for blocks from elsewhere; ``prefill_s`` from there to its first token.
+    Of the prompt, ``num_computed_tokens`` were computed here, ``num_fetched_tokens`` came from a prefill
+    replica and ``num_disk_tokens`` from disk; the rest was cached.
     """
 
     queue_s: float
     prefill_s: float
     num_computed_tokens: int
+    fill_s: float = 0.0
+    num_fetched_tokens: int = 0
+    num_disk_tokens: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -143,15 +147,22 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
         return kind(self.message, param=self.param, code=self.code)
 
 
-class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
-    """Full blocks that can now be reused, in chain order."""
+Tier = Literal["memory", "disk"]
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True):
+    """Full blocks that can now be reused, in chain order, from memory or from disk."""
 
     block_ids: list[bytes]
     parent: bytes
+    tier: Tier = "memory"
 
 
-class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed"):
+class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed", omit_defaults=True):
+    """Blocks that this tier does not hold any more."""
+
     block_ids: list[bytes]
+    tier: Tier = "memory"
 
 
 class CacheCleared(msgspec.Struct, frozen=True, tag="cleared"):
@@ -161,10 +172,37 @@ class CacheCleared(msgspec.Struct, frozen=True, tag="cleared"):
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
+class Moves(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks that moved since the engine started, and what the disk tier holds now.
+
+    ``fetched``: from prefill replicas; ``fetch_s`` is the time with a transfer open and ``fetch_overlap_s``
+    the part of it during which the sender still computed. ``sent``: to decode replicas. ``damaged`` blocks
+    failed a check and were dropped; ``refused`` ones the tier could not take.
+    """
+
+    num_filling: int = 0
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    fetch_overlap_s: float = 0.0
+    failed_fetches: int = 0
+    sent_blocks: int = 0
+    sent_bytes: int = 0
+    disk_blocks: int = 0
+    disk_bytes: int = 0
+    disk_hit_blocks: int = 0
+    disk_read_bytes: int = 0
+    disk_read_s: float = 0.0
+    disk_written_bytes: int = 0
+    disk_refused_blocks: int = 0
+    damaged_blocks: int = 0
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The engine's state now, and counters since it started.
 
-    ``num_queued_tokens`` are prompt tokens of admitted requests that are not computed yet.
+    ``num_queued_tokens`` are prompt tokens of admitted requests that are not computed yet. ``moves`` is there
+    once a block has moved.
     """
 
     num_running: int = 0
@@ -179,6 +217,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    moves: Moves | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -213,6 +252,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     notes: list[str]
     instance: str = ""
     hardware: str = ""
+    # Where peers fetch blocks (``unix:/path`` or ``tcp://host:port``; empty: nowhere), what one takes, what
+    # it is made of (equal: interchangeable), and which folder of which host is its disk tier.
+    kv_address: str = ""
+    kv_block_bytes: int = 0
+    kv_format: str = ""
+    kv_disk: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):

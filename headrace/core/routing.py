@@ -128,7 +128,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The router's answer: a replica and a lease on it, which ends with one Release.
 
-    ``num_cached_tokens`` of the prompt are expected in its cache, ``ttft_s`` is the predicted time from now
+    ``prefill_replica`` computes what it lacks of the prompt and hands it over at ``prefill_address``; empty:
+    the replica does it itself. ``num_cached_tokens`` of the prompt are expected in its cache, ``ttft_s`` is the predicted time from now
     to the first token, ``queue_s`` how long the router held the request.
     """
 
@@ -137,6 +138,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     ttft_s: float = 0.0
     queue_s: float = 0.0
+    prefill_replica: str = ""
+    prefill_address: str = ""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
