@@ -12,12 +12,13 @@
     keep    = KEEP / (1 + users) / (1 + missing / KEEP_S)
 
 It holds a conversation where its past is: leaving costs the next turns too, and two copies of one past cost
-others theirs. It is divided among the other requests that want the same prefix, as a replica that lacks it
-computes it once for all of them, so that a system prompt shared by everybody spreads over the fleet.
+others theirs. It is divided among the other requests that want the same prefix, as a replica that lacks
+it computes it once for all of them, so that a system prompt shared by everybody spreads over the fleet.
 And it is bounded: nobody waits longer than KEEP · KEEP_S to keep a prefix, however long. Affinity is given
 up only for a hot replica: each is scored alone, and the others keep what they have.
 
-Among those whose score is at most NEAR of a TTFT behind the best, the session's last replica goes first, then the cheapest.
+Among those whose score is at most NEAR of a TTFT behind the best, the session's last replica goes first,
+then the cheapest.
 """
 
 from __future__ import annotations
