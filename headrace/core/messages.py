@@ -115,8 +115,10 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
-    """A request that cannot be finished; ``status`` and ``kind`` as in ``core.errors``. ``retry_after``: seconds
-    until another try makes sense, 0 where that says nothing."""
+    """A request that cannot be finished; ``status`` and ``kind`` as in ``core.errors``.
+
+    ``retry_after``: seconds until another try makes sense, 0 where that says nothing.
+    """
 
     request_id: str
     status: int

@@ -201,7 +201,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """``status``: a FleetStatus; ``why``: the Decisions about a request; ``reports``: all gateways' counters."""
+    """``status``: a FleetStatus; ``why``: Decisions about a request; ``reports``: all gateways' counters."""
 
     nonce: int
     what: Literal["status", "why", "reports"]
@@ -282,7 +282,7 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was not considered."""
+    """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was left out."""
 
     replica_id: str
     score: float = 0.0

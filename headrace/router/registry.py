@@ -45,7 +45,8 @@ class OpenLease:
     """A placement that has not been released. ``replica`` is None once its process is gone."""
 
     __slots__ = ("alone", "began", "claimed", "delayed", "entry", "keys", "num_samples",
-                 "num_uncached_tokens", "placed_at", "placement", "prefill_s", "replica", "route")  # fmt: skip
+                 "num_uncached_tokens", "placed_at", "placement", "prefill_s", "replica",
+                 "route")  # fmt: skip
 
     def __init__(
         self,

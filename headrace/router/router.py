@@ -311,7 +311,8 @@ class Router:
         attached = {i: lease for i, lease in self._leases.items() if lease.replica is not None}
         assert on_replicas == attached, "leases and replicas differ"
         assert all(self._registry.get(le.placement.replica_id) is le.replica for le in attached.values())
-        assert len(self._waiting) <= self.config.max_queue, "the queue is longer than it may be"
+        queued = sum(1 for waiter in self._waiting if not waiter.route.attempt)
+        assert queued <= self.config.max_queue, "the queue is longer than it may be"
         assert not any(waiter.route.request_id in self._leases for waiter in self._waiting)
         self._index.check_integrity()
 

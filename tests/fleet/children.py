@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-# Finds out what it is by its spec: a replica listens on its socket and greets, as the registrar's fake
-# router expects. Its folder may hold a file that says how it is to misbehave.
 CHILD = """#!{python}
 import json, os, signal, sys
 spec = json.loads(sys.stdin.readline())
@@ -21,7 +19,8 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 say(event="ready")
 sys.stdin.read()
 """
-# A stand-in for a replica: greets everybody, ends on SIGTERM or with its parent.
+# A stand-in for a replica: greets everybody, ends on SIGTERM or with its parent; its share of the machine
+# is what it calls its device. A file in the model's folder may name those that refuse to start.
 REPLICA = """
 sys.path.insert(0, {root!r})
 import selectors, socket, time

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from headrace.core.control import FromServer, ToServer, control_path
+from headrace.core.wire import FrameDecoder, encode_frame
 
 READY = re.compile(r"running on (http://\S+)")
+COMMAND = [sys.executable, "-m", "headrace.cli.main"]
 
 
 class Server:
     """``with Server("model", "--flag", "value") as server: ... server.url``."""
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "headrace.cli.main", "serve", "--port", "0", *arguments]
+        self.environment = {**os.environ, **(environment or {})}
         self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **(environment or {})},
+            [*COMMAND, "serve", "--port", "0", *arguments],
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -42,13 +51,21 @@ class Server:
 
     def __enter__(self) -> Server:
         self._settled.wait(timeout=240)
-        assert self.url, "\n".join(self.lines)
+        assert self.url, self.log
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def port(self) -> str:
+        return self.url.rpartition(":")[2]
 
     def stop(self) -> int:
         """SIGTERM, then the exit code."""
@@ -60,10 +77,78 @@ class Server:
         self.process.stderr.close()
         return code
 
+    def descendants(self) -> dict[int, str]:
+        """Processes under the server's, with their command lines."""
+        found = {}
+        waiting = [self.process.pid]
+        while waiting:
+            pid = waiting.pop()
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                try:
+                    children = [int(child) for child in path.read_text().split()]
+                except OSError:
+                    continue
+                for child in children:
+                    found[child] = command_line(child)
+                    waiting.append(child)
+        return found
+
+    def pids(self, module: str) -> list[int]:
+        """The server's processes that run a module of ours."""
+        return sorted(pid for pid, command in self.descendants().items() if module in command.split())
+
     def replica_pid(self) -> int:
         """The one child of the server process that is a replica."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            if b"headrace.replica" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        raise AssertionError("no replica process")
+        (pid,) = self.pids("headrace.replica")
+        return pid
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs `headrace ps`, `why`, `scale` or `reload` against this server."""
+        return subprocess.run(
+            [*COMMAND, *arguments, "--port", self.port],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    def tell(self, message: ToServer) -> list[FromServer]:
+        """What such a command does, without the start of a process: all that the server answers."""
+        decoder: FrameDecoder[FromServer] = FrameDecoder(FromServer)
+        replies: list[FromServer] = []
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(120)
+            folder = self.environment["XDG_RUNTIME_DIR"]
+            connection.connect(str(Path(folder) / control_path(int(self.port)).name))
+            connection.sendall(encode_frame(message))
+            while data := connection.recv(1 << 16):
+                replies += decoder.feed(data)
+        return replies
+
+    def status(self) -> dict[str, Any]:
+        """The FleetStatus, as `headrace ps --json` prints it."""
+        done = self.command("ps", "--json")
+        assert done.returncode == 0, done.stderr
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """The fleet's replicas by id; fields that have their default are absent."""
+        return {line["member"]["endpoint"]["replica_id"]: line for line in self.status()["replicas"]}
+
+
+def command_line(pid: int) -> str:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
+    """Polls until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never became true: {what}"
+        time.sleep(0.05)

@@ -3,21 +3,23 @@
     new     = seconds to compute what no replica has cached of the prompt, at this one's learned rates
     missing = seconds to compute what another replica has cached and this one has not
 
-    score = predicted TTFT                                    this request's wait
-          + new · (LATER + STREAM · running)                  later prompts, and streams that run there
-          + missing · (keep + STREAM · running)               what is left behind
-          + new · EVICTION · pressure / mean pressure         what it pushes out of that cache
-          + CROWD · in flight / max in flight                 decoding in company
+    score = predicted TTFT                                        this request's wait
+          + new · (LATER + STREAM · running)                      later prompts, and streams that run there
+          + missing · (keep + STREAM · running)                   what is left behind
+          + new · EVICTION · pressure / mean pressure             what it pushes out of that cache
+          + CROWD · in flight / max in flight                     decoding in company
 
-    keep    = KEEP / (1 + users) / (1 + missing / KEEP_S)
+    1 + keep = (1 + KEEP / (1 + missing / KEEP_S)) / (1 + users)
 
-It holds a conversation where its past is: leaving costs the next turns too, and two copies of one past cost
-others theirs. It is divided among the other requests that want the same prefix, as a replica that lacks it
-computes it once for all of them, so that a system prompt shared by everybody spreads over the fleet.
-And it is bounded: nobody waits longer than KEEP · KEEP_S to keep a prefix, however long. Affinity is given
-up only for a hot replica: each is scored alone, and the others keep what they have.
+``keep`` holds a conversation where its past is: leaving costs the next turns too, and two copies of one past
+cost others theirs. It is bounded: nobody waits longer than KEEP · KEEP_S to keep a prefix, however long.
+Where other requests want the same prefix, its cost is divided among them, the wait for it included: a
+replica that lacks it computes it once for all, so that a system prompt shared by everybody spreads over
+the fleet. Affinity is given up only for a hot replica: each is scored alone, and the others keep what they
+have.
 
-Among those whose score is at most NEAR of a TTFT behind the best, the session's last replica goes first, then the cheapest.
+A session's last replica is chosen instead of the best if its TTFT is at most NEAR longer and it has as much
+cached, and a cheaper one if its score is at most NEAR of a TTFT behind.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class PredictedTtft:
     def choose(self, route: RouteView, candidates: Sequence[ReplicaView], now: float) -> Choice:
         num_prompt_tokens, num_samples, cached, num_users, home = route
         most = max(cached)
-        keep = KEEP / (1.0 + num_users)
+        share = 1.0 / (1.0 + num_users)
         total = 0.0
         for view in candidates:
             total += view.pressure
@@ -57,20 +59,22 @@ class PredictedTtft:
             score = ttft + new * (LATER + STREAM * view.num_running)
             if tokens < most:
                 missing = view.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - new
-                score += missing * (keep / (1.0 + missing / KEEP_S) + STREAM * view.num_running)
+                keep = share * (1.0 + KEEP / (1.0 + missing / KEEP_S)) - 1.0
+                score += missing * (keep + STREAM * view.num_running)
             score += new * eviction * view.pressure + CROWD * view.num_in_flight / view.max_in_flight
             scores.append(score)
             ttfts.append(ttft)
             if best < 0 or score < best_score or (score == best_score and view.last_turn < best_turn):
                 best, best_score, best_turn = index, score, view.last_turn
         chosen, reason = best, "lowest score"
-        limit = best_score + NEAR * ttfts[best]
+        longest = (1.0 + NEAR) * ttfts[best]
         if home is not None and candidates[best].replica_id != home:
             for index, view in enumerate(candidates):
-                if view.replica_id == home and scores[index] <= limit:
+                if view.replica_id == home and ttfts[index] <= longest and cached[index] >= cached[best]:
                     return Choice(index, "its session's replica, and no worse", scores, ttfts)
         price = candidates[best].price_per_hour
         if price > 0.0 and candidates[best].replica_id != home:
+            limit = best_score + NEAR * ttfts[best]
             for index, view in enumerate(candidates):
                 if scores[index] <= limit and view.price_per_hour < price:
                     chosen, price, reason = index, view.price_per_hour, "cheaper, and no worse"

@@ -1,0 +1,23 @@
+"""A small random model with a tokenizer, as a folder that `headrace serve` takes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.gateway.tiny import write_tokenizer
+from tests.models.tiny import make_tiny
+
+VOCAB = 400
+END_TOKEN = 2
+MAX_LEN = 512
+
+
+def write_model(folder: Path, *, vocab_size: int = VOCAB) -> Path:
+    """A llama of three layers whose every token has a text; it hardly ever ends by itself."""
+    make_tiny("llama", folder, vocab_size=vocab_size, eos_token_id=END_TOKEN, max_position_embeddings=MAX_LEN)
+    text = write_tokenizer(folder / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(text / name, folder / name)
+    shutil.rmtree(text)
+    return folder
