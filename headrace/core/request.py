@@ -82,9 +82,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``prompt`` holds token ids as little-endian uint32, ``block_ids`` the concatenated 32-byte
     identities of the full blocks of the prompt (see ``core.identity``; empty: the engine computes
-    them). ``prefill_from`` is the connector's address of the replica that computes what this one lacks of the
-    prompt (empty: it computes all itself). The last ``num_output_tokens`` ids of ``prompt`` were generated before a rescue: limits,
-    penalties and sampling positions count them as output. ``sampling.seed`` is always set here.
+    them). The last ``num_output_tokens`` ids of ``prompt`` were generated before a rescue: limits,
+    penalties and sampling positions count them as output. ``prefill_from`` is the connector's address of
+    the replica that computes what this one lacks of the prompt (empty: it computes all itself).
+    ``sampling.seed`` is always set here.
     """
 
     request_id: str

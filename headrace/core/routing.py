@@ -129,8 +129,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The router's answer: a replica and a lease on it, which ends with one Release.
 
     ``prefill_replica`` computes what it lacks of the prompt and hands it over at ``prefill_address``; empty:
-    the replica does it itself. ``num_cached_tokens`` of the prompt are expected in its cache, ``ttft_s`` is the predicted time from now
-    to the first token, ``queue_s`` how long the router held the request.
+    the replica does it itself. ``num_cached_tokens`` of the prompt are expected in its cache, ``ttft_s`` is
+    the predicted time from now to the first token, ``queue_s`` how long the router held the request.
     """
 
     request_id: str
