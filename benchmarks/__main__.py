@@ -23,6 +23,7 @@ BENCHES = {
     "engine": "Headrace, Transformers, vLLM-CPU and llama.cpp on the same weights",
     "long": "a conversation of 200,000 tokens through the real server",
     "gateway": "what a request costs in our gateway and in four others",
+    "routing": "every routing policy under recorded traffic, simulated, and two on real replicas",
     "install-peers": "install the peers beside us (names limit it)",
 }
 

@@ -86,6 +86,22 @@ def interquartile_range(values: Sequence[float]) -> float:
     return percentile(values, 75.0) - percentile(values, 25.0)
 
 
+# Student's t at 97.5 % for 1, 2, … degrees of freedom; beyond the table, the normal's.
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the mean by Student's t; infinitely wide for less than two values."""
+    count = len(values)
+    if count < 2:
+        return -math.inf, math.inf
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    factor = _T_975[count - 2] if count - 2 < len(_T_975) else 1.96
+    half = factor * math.sqrt(variance / count)
+    return mean - half, mean + half
+
+
 def summarise(values: Iterable[float]) -> Summary:
     """NaN entries (metrics that a request does not have) are left out."""
     known = [value for value in values if not math.isnan(value)]

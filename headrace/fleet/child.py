@@ -101,17 +101,7 @@ class Child:
 
     async def _spawn(self) -> None:
         self._ready = False
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=self._environment,
-            pass_fds=self._pass_fds,
-            # Ctrl+C belongs to the parent, which then drains the children one by one.
-            start_new_session=True,
-        )
+        process = await self._create()
         if self._stopping:  # while there was no process yet to be stopped
             await self._end_process(0.0)
         assert process.stdin is not None and process.stdout is not None
@@ -133,6 +123,30 @@ class Child:
             await self._end_process(0.0)
         code = await process.wait()
         raise errors.EngineError(f"{self.name} ended while starting ({describe_exit(code)})", hint=self._hint)
+
+    async def _create(self) -> asyncio.subprocess.Process:
+        creating = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self._module,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=self._environment,
+                pass_fds=self._pass_fds,
+                # Ctrl+C belongs to the parent, which then drains the children one by one.
+                start_new_session=True,
+            )
+        )
+        try:
+            # Whoever is cancelled in the middle would leave a process behind that nobody knows.
+            await asyncio.wait({creating})
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                self._process = await creating
+            raise
+        self._process = creating.result()
+        return self._process
 
     async def _watch(self) -> None:
         pause = FIRST_BACKOFF_S
@@ -174,11 +188,13 @@ class Child:
 
 
 async def start_all(children: Iterable[Child]) -> None:
-    """Starts them side by side; when one fails, ends the others and raises what it failed with."""
+    """Starts them, one at least, side by side; when one fails, ends the others and raises what it said."""
     children = list(children)
     tasks = [asyncio.create_task(child.start()) for child in children]
     try:
-        await asyncio.gather(*tasks)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
     except BaseException:
         for task in tasks:
             task.cancel()

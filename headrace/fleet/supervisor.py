@@ -157,7 +157,8 @@ class Supervisor:
         """
         self._memory_bytes = available_memory()
         places = [_Place(model, plan) for model in self._models for plan in model.deployment.replicas]
-        await self._launch(places, len(places), on_loading)
+        if places:
+            await self._launch(places, len(places), on_loading)
 
     async def scale(self, model: str, replicas: int, report: Report) -> str:
         """Brings the local replicas of a model (empty: the only one) to a number; the last ones leave first.

@@ -9,7 +9,9 @@ anything else is ignored, counted, and listed in a response header
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from types import GenericAlias
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -93,6 +95,7 @@ class BodyReader(Generic[Body]):
     def __init__(self, kind: type[Body], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
         self.kind = kind
         self._decoder = msgspec.json.Decoder(kind)
+        self._strict: msgspec.json.Decoder[Body] = msgspec.json.Decoder(_without_others(kind))
         self._supported = frozenset(field.name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
         self._unsupported = unsupported
 
@@ -102,6 +105,9 @@ class BodyReader(Generic[Body]):
         Raises InvalidRequestError naming what is wrong. Cheap checks on sizes come first, so that a
         hostile body cannot hold the interpreter for long.
         """
+        if len(body) <= BIG_BODY_BYTES:
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                return self._strict.decode(body), []  # most have nothing to list or to refuse
         try:
             fields = _raw_fields.decode(body)
             ignored: list[str] = []
@@ -150,6 +156,25 @@ class BodyReader(Generic[Body]):
             raise InvalidRequestError(f"tokens holds more than {MAX_TOKENS} ids", param="tokens")
         if body.count(b'"role"') > MAX_TURNS or body.count(b'"type"') > MAX_TURNS:
             raise InvalidRequestError(f"the body holds more than {MAX_TURNS} messages or parts")
+
+
+def _without_others(kind: Any) -> Any:
+    """A body's type that knows its fields and no others, also inside of it."""
+
+    def strict(each: Any, fields: list[Any]) -> Any:
+        return msgspec.defstruct(
+            each.__name__, fields, bases=(each,), frozen=True, kw_only=True, forbid_unknown_fields=True
+        )
+
+    messages = GenericAlias(list, strict(ChatMessage, []))
+    options = strict(StreamOptions, [])
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(kind):
+        if field.name == "messages":
+            fields.append(("messages", messages) if field.required else ("messages", messages | None, None))
+        elif field.name == "stream_options":
+            fields.append(("stream_options", options | None, None))
+    return strict(kind, fields)
 
 
 def _check_count(count: int) -> None:

@@ -327,7 +327,7 @@ class LocalPlacer:
         """A replica does not answer."""
         if replica_id not in self._endpoints:
             return
-        self.router.down(replica_id, self._clock())
+        self.router.down(replica_id, self._clock(), reason)
         self._log.warning("replica %s is down: %s", replica_id, reason)
         self._changed()
 

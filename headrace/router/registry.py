@@ -79,8 +79,8 @@ class Replica:
     """One replica. Policies read it (``policies.base.ReplicaView``); the router writes it."""
 
     __slots__ = (
-        "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected", "endpoint",
-        "feed", "free_tokens", "hardware", "head_s", "instance", "last_turn", "leases", "max_in_flight",
+        "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected", "down_reason",
+        "endpoint", "feed", "free_tokens", "hardware", "head_s", "instance", "last_turn", "leases", "max_in_flight",
         "model", "num_blocks", "num_faults", "num_in_flight", "num_placed", "num_queued_tokens",
         "num_rescued", "num_running", "num_ttfts", "open", "predicted_ttft_s", "pressure",
         "price_per_hour", "queue_s", "rates", "replica_id", "reported", "slot", "stats", "suspect_until",
@@ -92,6 +92,7 @@ class Replica:
         self.endpoint = endpoint
         self.feed = feed
         self.slot = slot
+        self.down_reason = ""
         self.connected = False
         self.instance = ""
         self.capabilities: Capabilities | None = None
@@ -131,7 +132,7 @@ class Replica:
     def state(self) -> ReplicaState:
         if self.connected:
             return "draining" if self.endpoint.draining else "ready"
-        return "down" if self.instance else "starting"
+        return "down" if self.instance or self.down_reason else "starting"
 
     def refresh(self) -> None:
         """Recomputes what follows from endpoint, connection and capabilities."""
@@ -288,12 +289,13 @@ class Replica:
 
     def status(self, num_indexed_blocks: int) -> ReplicaStatus:
         stats, rates = self.stats, self.rates
+        now = stats if self.connected else Stats()  # what it holds is not known once it is gone
         return ReplicaStatus(
             member=self.member(),
             num_in_flight=self.num_in_flight,
-            num_running=stats.num_running or self.num_running,
-            num_waiting=stats.num_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
+            num_running=now.num_running or self.num_running,
+            num_waiting=now.num_waiting,
+            kv_cache_usage=now.kv_cache_usage,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
             prefill_rate=rates.prefill_rate,
@@ -309,6 +311,7 @@ class Replica:
             num_index_resets=self.feed.num_resets,
             computed_prompt_tokens=stats.computed_prompt_tokens,
             generation_tokens=stats.generation_tokens,
+            note=self.down_reason,
         )
 
     def member(self) -> Member:

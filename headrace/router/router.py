@@ -113,6 +113,7 @@ class Router:
         if replica.instance and replica.instance != instance:
             self._reset(replica, now)
         replica.instance = instance
+        replica.down_reason = ""
         replica.connected = True
         replica.capabilities = capabilities
         replica.model = model
@@ -129,10 +130,14 @@ class Router:
         self._registry.regroup()
         self._registry.classify(replica)
 
-    def down(self, replica_id: str, now: float) -> None:
-        """Its connection ended. Its blocks are kept in case that the same process comes back."""
+    def down(self, replica_id: str, now: float, reason: str = "") -> None:
+        """Its connection ended, or none came about; ``reason`` is for people. Its blocks are kept in case
+        that the same process comes back."""
         replica = self._registry.get(replica_id)
-        if replica is None or not replica.connected:
+        if replica is None:
+            return
+        replica.down_reason = reason or "does not answer"
+        if not replica.connected:
             return
         replica.connected = False
         replica.breaker.reset()

@@ -15,6 +15,7 @@ from headrace.bench.metrics import (
     goodput,
     interquartile_range,
     latency_summaries,
+    mean_interval,
     median,
     output_throughput,
     percentile,
@@ -100,3 +101,12 @@ def test_gaps_inside_a_window_are_cut_at_its_end() -> None:
     assert gaps_within([0.0, 1.0], 5.0, 7.0) == [6.0]
     assert longest_after(times, 2.2) == 6.5
     assert longest_after(times, 9.0) == 0.0
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    low, high = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    # standard deviation sqrt(2.5), t 2.776 with 4 degrees of freedom
+    assert (low + high) / 2 == pytest.approx(3.0)
+    assert (high - low) / 2 == pytest.approx(2.776 * math.sqrt(2.5 / 5))
+    assert mean_interval([1.0]) == (-math.inf, math.inf)
+    assert mean_interval([7.0] * 40) == (7.0, 7.0)

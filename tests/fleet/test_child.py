@@ -168,6 +168,21 @@ async def test_one_that_is_starting_can_be_stopped(tmp_path: Path, monkeypatch: 
     assert subject.pid is not None and not exists(subject.pid)
 
 
+async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, READY)
+    for turns in range(1, 12):  # of the event loop, which a process takes several of to be made
+        subject = Child("c", "m", RouterSpec(socket="s", router=RouterConfig()))
+        starting = asyncio.create_task(subject.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        assert subject.pid is None or not exists(subject.pid)
+
+
 async def test_several_start_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         tmp_path,

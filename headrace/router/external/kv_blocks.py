@@ -7,7 +7,8 @@ are needed for one:
     theirs   │ a  (16) │ b  (16) │ c  (16) │ d  (16) │
     ours     │ id₀ = H(root, a b)  │ id₁ = H(id₀, c d)  │      id₀ is there while a and b are
 
-A hash is counted: the engine may hold the same block twice, and tells of each.
+A hash is counted: the engine may hold the same block twice, and tells of each. One of ours may be there in
+several ways: two of theirs that differ only behind it.
 """
 
 from __future__ import annotations
@@ -21,28 +22,40 @@ from headrace.core.messages import BlocksRemoved, BlocksStored, CacheEvent
 Key = Hashable  # their hash: bytes, or an int
 
 
-class _Theirs:
-    """One of their blocks: how often it is there, which of ours it is part of, and where the chain stands."""
+class _Way:
+    """One way to hold a block of ours: the blocks of theirs that it is made of, in order, and how many of
+    them are not there."""
 
-    __slots__ = ("chain", "count", "ids", "tail", "tail_keys")
+    __slots__ = ("identity", "keys", "num_missing")
 
-    def __init__(self, chain: bytes, tail: bytes, tail_keys: tuple[Key, ...]) -> None:
-        self.count = 0
-        self.ids: list[bytes] = []
-        self.chain = chain  # identity of our last full block up to its end
-        self.tail = tail  # tokens behind that, packed
-        self.tail_keys = tail_keys  # the blocks of theirs that these are in
+    def __init__(self, identity: bytes, keys: tuple[Key, ...]) -> None:
+        self.identity = identity
+        self.keys = keys
+        self.num_missing = 0
 
 
 class _Ours:
-    """One of our blocks: the blocks of theirs that it is made of, and how many of them are not there."""
+    """One of our blocks; it is there while at least one way is whole."""
 
-    __slots__ = ("keys", "num_missing", "parent")
+    __slots__ = ("num_ways", "num_whole", "parent")
 
-    def __init__(self, keys: tuple[Key, ...], parent: bytes) -> None:
-        self.keys = keys
+    def __init__(self, parent: bytes) -> None:
         self.parent = parent
-        self.num_missing = 0
+        self.num_ways = 0
+        self.num_whole = 0
+
+
+class _Theirs:
+    """One of their blocks: how often it is there, which of ours it is part of, and where the chain stands."""
+
+    __slots__ = ("chain", "count", "tail", "tail_keys", "ways")
+
+    def __init__(self, chain: bytes, tail: bytes, tail_keys: tuple[Key, ...]) -> None:
+        self.count = 0
+        self.ways: list[_Way] = []
+        self.chain = chain  # identity of our last full block up to its end
+        self.tail = tail  # tokens behind that, packed
+        self.tail_keys = tail_keys  # the blocks of theirs that these are in
 
 
 class BlockTranslator:
@@ -57,7 +70,7 @@ class BlockTranslator:
 
     def __len__(self) -> int:
         """Blocks of ours that are there."""
-        return sum(not block.num_missing for block in self._ours.values())
+        return sum(block.num_whole > 0 for block in self._ours.values())
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -84,11 +97,9 @@ class BlockTranslator:
         added: list[tuple[bytes, bytes]] = []  # (identity, parent)
         for place, key in enumerate(keys):
             block = self._theirs.get(key)
-            if block is None:
+            if block is None or not block.count:
                 tokens = tail + packed[place * width : (place + 1) * width]
-                block = self._add(key, chain, tokens, (*tail_keys, key), added)
-            elif not block.count:
-                self._revive(block, added)
+                block = self._place(key, block, chain, tokens, (*tail_keys, key), added)
             block.count += 1
             chain, tail, tail_keys = block.chain, block.tail, block.tail_keys
         return [*_runs(added)]
@@ -103,62 +114,80 @@ class BlockTranslator:
             block.count -= 1
             if block.count:
                 continue
-            for identity in list(block.ids):
-                ours = self._ours[identity]
-                if not ours.num_missing:
-                    gone.append(identity)
-                ours.num_missing += 1
-                if ours.num_missing == len(ours.keys):
-                    self._forget(identity, ours)
-            if not block.ids:
+            for way in list(block.ways):
+                ours = self._ours[way.identity]
+                if not way.num_missing:
+                    ours.num_whole -= 1
+                    if not ours.num_whole:
+                        gone.append(way.identity)
+                way.num_missing += 1
+                if way.num_missing == len(way.keys):
+                    self._forget(way, ours)
+            if not block.ways:
                 self._theirs.pop(key, None)
         return [BlocksRemoved(gone)] if gone else []
 
     def snapshot(self) -> list[BlocksStored]:
         """All that is there, parents before children."""
-        return _runs(
-            [(identity, ours.parent) for identity, ours in self._ours.items() if not ours.num_missing]
-        )
+        return _runs([(identity, ours.parent) for identity, ours in self._ours.items() if ours.num_whole])
 
-    def _add(
-        self, key: Key, chain: bytes, tokens: bytes, keys: tuple[Key, ...], added: list[tuple[bytes, bytes]]
+    def _place(
+        self,
+        key: Key,
+        block: _Theirs | None,
+        chain: bytes,
+        tokens: bytes,
+        keys: tuple[Key, ...],
+        added: list[tuple[bytes, bytes]],
     ) -> _Theirs:
-        """A block not seen before; ``tokens`` begins behind ``chain`` and lies in ``keys``, this one last."""
-        size = 4 * self._block_size
+        """A block that was not there; ``block`` is what is still known of it, because a neighbour stayed.
+
+        ``tokens`` begin behind ``chain`` and lie in ``keys``, this one last.
+        """
         identities = block_identities(chain, tokens, self._block_size)
-        rest = tokens[len(identities) * size :]
-        tail_keys = () if not rest else ((key,) if identities else keys)
-        block = _Theirs(identities[-1] if identities else chain, rest, tail_keys)
-        self._theirs[key] = block
+        if block is None:
+            rest = tokens[4 * self._block_size * len(identities) :]
+            tail_keys = () if not rest else ((key,) if identities else keys)
+            block = _Theirs(identities[-1] if identities else chain, rest, tail_keys)
+            self._theirs[key] = block
+        known = set()
+        for way in block.ways:
+            known.add(way.identity)
+            way.num_missing -= 1
+            if not way.num_missing:
+                self._whole(way, self._ours[way.identity], added)
         for place, identity in enumerate(identities):
-            if identity in self._ours:
-                continue  # their hash covers more than tokens; one way to hold it is enough
-            ours = _Ours(keys if not place else (key,), identities[place - 1] if place else chain)
-            for each in ours.keys:
-                theirs = self._theirs[each]
-                theirs.ids.append(identity)
-                if each != key and not theirs.count:
-                    ours.num_missing += 1
-            self._ours[identity] = ours
-            if not ours.num_missing:
-                added.append((identity, ours.parent))
+            if identity in known:
+                continue
+            ours = self._ours.get(identity)
+            if ours is None:
+                ours = self._ours[identity] = _Ours(identities[place - 1] if place else chain)
+            way = _Way(identity, keys if not place else (key,))
+            ours.num_ways += 1
+            for each in way.keys:
+                theirs = self._theirs.get(each)
+                if theirs is not None:
+                    theirs.ways.append(way)
+                way.num_missing += theirs is None or (each != key and not theirs.count)
+            if not way.num_missing:
+                self._whole(way, ours, added)
         return block
 
-    def _revive(self, block: _Theirs, added: list[tuple[bytes, bytes]]) -> None:
-        for identity in block.ids:
-            ours = self._ours[identity]
-            ours.num_missing -= 1
-            if not ours.num_missing:
-                added.append((identity, ours.parent))
+    def _whole(self, way: _Way, ours: _Ours, added: list[tuple[bytes, bytes]]) -> None:
+        ours.num_whole += 1
+        if ours.num_whole == 1:
+            added.append((way.identity, ours.parent))
 
-    def _forget(self, identity: bytes, ours: _Ours) -> None:
+    def _forget(self, way: _Way, ours: _Ours) -> None:
         """None of what it was made of is there any more."""
-        del self._ours[identity]
-        for key in ours.keys:
+        ours.num_ways -= 1
+        if not ours.num_ways:
+            del self._ours[way.identity]
+        for key in way.keys:
             theirs = self._theirs.get(key)
             if theirs is not None:
-                theirs.ids.remove(identity)
-                if not theirs.ids and not theirs.count:
+                theirs.ways.remove(way)
+                if not theirs.ways and not theirs.count:
                     del self._theirs[key]
 
 

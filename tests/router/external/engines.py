@@ -215,9 +215,7 @@ sglang:generation_tokens_total{x="1"} 60.0
             exchange.reply(engine.error[1], engine.error[0])
             return
         assert params["top_k"] == -1 or params["top_k"] >= 1
-        tokens, reason, stop = answer_of(
-            prompt, params["max_new_tokens"] or 50, params.get("stop_token_ids", [])
-        )
+        tokens, _, stop = answer_of(prompt, params["max_new_tokens"] or 50, params.get("stop_token_ids", []))
         exchange.start_stream()
         for place in range(len(tokens)):
             if not await engine.step(exchange, place):
@@ -270,7 +268,8 @@ llamacpp:requests_deferred 1
     async def completion(exchange: Exchange) -> None:
         body = exchange.json
         only(body, {"prompt", "model", "n_predict", "stream", "return_tokens", "return_progress",
-                    "cache_prompt", "temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n",
+                    "cache_prompt", "temperature", "top_k", "top_p", "min_p", "typical_p",
+                    "repeat_penalty", "repeat_last_n",
                     "presence_penalty", "frequency_penalty", "samplers", "ignore_eos", "seed", "logit_bias",
                     "n_probs"})  # fmt: skip
         assert 0 <= body["repeat_last_n"] < 2**31 and 0 <= body["seed"] < 2**32 - 1
