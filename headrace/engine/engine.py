@@ -25,10 +25,11 @@ from headrace.core.identity import root_identity
 from headrace.core.knobs import EngineConfig
 from headrace.core.launch import MachineShare
 from headrace.core.machine import num_cores
-from headrace.core.messages import CacheEvent, Failed, Output, Stats, Timing
+from headrace.core.messages import BlocksStored, CacheEvent, Failed, Output, Stats, Timing
 from headrace.core.request import Request
 from headrace.engine import memory
-from headrace.engine.model_runner import KVGeometry, ModelRunner
+from headrace.engine.model_runner import KV_LAYOUT, KVGeometry, ModelRunner
+from headrace.engine.prefill_only import Prefiller
 from headrace.engine.sampler import SampledBatch, Sampler
 from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
 from headrace.engine.sequence import Sequence
@@ -38,7 +39,6 @@ from headrace.models.load import load_model
 
 log = logging.getLogger("headrace.engine")
 
-_KV_LAYOUT = "head-major"
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -61,8 +61,11 @@ class Engine:
         revision: str = "",
         share: MachineShare | None = None,
         progress: Callable[[int, int], None] | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         """Loads the model in ``folder``; ``progress`` is told bytes of weights done and in all.
+
+        ``wake`` is called from other threads whenever there may be something for ``step`` to do.
 
         ``revision`` names the weights in block identities; empty: a digest of them is taken. ``share`` is
         what others leave to it; None: everything.
@@ -103,7 +106,7 @@ class Engine:
         root = root_identity(
             model_revision=loaded.revision,
             kv_dtype=str(dtype).removeprefix("torch."),
-            kv_layout=_KV_LAYOUT,
+            kv_layout=KV_LAYOUT,
             block_size=config.block_size,
             weights_digest="" if config.quantization == "none" else config.quantization,
         )
@@ -126,6 +129,10 @@ class Engine:
         )
         with torch.inference_mode():
             self.runner.warm_up()
+        self.root = root
+        self.kv_format = geometry.format
+        self.kv_block_bytes = geometry.bytes_per_block
+        self.prefiller = Prefiller()
         self._pending_ops: OpTable | None = None
         self._num_steps = 0
         self._seeds = _seeds(config.seed)
@@ -144,12 +151,23 @@ class Engine:
             "load_seconds": time.monotonic() - started,
             "weights_bytes": loaded.weights_bytes,
             "kv_bytes": self.kv_size.nbytes,
+            "kv_block_bytes": self.kv_block_bytes,
+            "kv_format": self.kv_format,
+            "kv_disk": "",
             "notes": [*loaded.notes, f"KV cache sized by: {self.kv_size.reason}"],
         }
 
     @property
     def has_work(self) -> bool:
+        """Whether any request, or prompt for another replica, is unfinished."""
         return self.scheduler.has_work
+
+    def wait_s(self) -> float | None:
+        """How long the caller may sleep before it calls ``step``: 0: not at all; None: until it is woken.
+
+        A sequence that waits for blocks from elsewhere leaves nothing to do while it is unfinished.
+        """
+        return 0.0 if self.scheduler.has_work else None
 
     def add(self, request: Request, sent_at: float = 0.0) -> list[Sequence]:
         """Puts a request in line. Raises InvalidRequestError or ContextLengthError, and adds nothing then.
@@ -212,8 +230,12 @@ class Engine:
         return result
 
     def take_events(self) -> tuple[int, list[CacheEvent]]:
-        """Cache events since the last call, and the number of the first."""
+        """Cache events of memory and disk since the last call, and the number of the first."""
         return self.block_pool.take_events()
+
+    def snapshot(self) -> list[BlocksStored]:
+        """All that can be reused now, in memory and on disk: what the events up to now come to."""
+        return self.block_pool.snapshot()
 
     def set_ops(self, ops: OpTable) -> None:
         """Exchanges the model's ops at the next step's start; what other ops computed is not reused then."""
@@ -235,6 +257,9 @@ class Engine:
             generation_tokens=counters.generation_tokens,
             num_steps=self._num_steps,
         )
+
+    def close(self) -> None:
+        """Ends what moves blocks; writes what is cached to the disk tier first, for a few seconds at most."""
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or held twice."""

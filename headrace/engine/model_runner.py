@@ -7,6 +7,7 @@ hidden (tokens, H)  │ every row that samples its entry's next token ─► log
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from headrace.models.causal_lm import CausalLM
 _SAMPLE_LOGITS_BYTES = 256 * 1024**2
 _PROMPT_LOGITS_BYTES = 64 * 1024**2
 _LONG_TABLE = 64
+KV_LAYOUT = "head-major"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class KVGeometry:
             LayerKV.bytes_per_block(self.block_size, heads, dim, v_dim, self.dtype)
             for heads, dim, v_dim in self.layers
         )
+
+    @property
+    def format(self) -> str:
+        """What a block's bytes are, in words: two caches of one format can exchange blocks."""
+        runs = [(shape, len(list(run))) for shape, run in itertools.groupby(self.layers)]
+        shapes = "+".join(f"{count}x{heads}x({dim}+{v_dim})" for (heads, dim, v_dim), count in runs)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{KV_LAYOUT}/{dtype}/{self.block_size} tokens/{shapes}"
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[LayerKV]:
         return [
