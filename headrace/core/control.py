@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.messages import Failed
-from headrace.core.routing import Decision, FleetStatus
+from headrace.core.routing import Decision, FleetStatus, Role
 
 
 class Ps(msgspec.Struct, frozen=True, tag="ps"):
@@ -25,10 +25,14 @@ class Why(msgspec.Struct, frozen=True, tag="why"):
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Run ``replicas`` local replicas of ``model`` (empty: the only one); the rest are drained first."""
+    """Run ``replicas`` local replicas of ``model`` (empty: the only one); the rest are drained first.
+
+    ``role`` None: the only role that there is.
+    """
 
     replicas: int
     model: str = ""
+    role: Role | None = None
 
 
 class Reload(msgspec.Struct, frozen=True, tag="reload"):

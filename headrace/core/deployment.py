@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.core.knobs import EngineConfig
-from headrace.core.routing import Endpoint, EngineKind
+from headrace.core.routing import Endpoint, EngineKind, Role
 
 
 def _field(description: str, **limits: Any) -> Meta:
@@ -32,6 +32,7 @@ class ReplicaDeployment(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     engine: EngineConfig
+    role: Role = "unified"
     price_per_hour: float = 0.0
     hardware: str = ""
 
@@ -43,6 +44,9 @@ class WorkerDeployment(msgspec.Struct, frozen=True, kw_only=True):
     id: Annotated[str, _field("Its name in the fleet; default: host and port.")] = ""
     kind: Annotated[EngineKind | None, _field("Which server it is; default: found out by asking it.")] = None
     remote_model: Annotated[str, _field("What the server calls the model; default: its only one.")] = ""
+    role: Annotated[
+        Role, _field("prefill computes prompts for decode; both must be the same kind of server.")
+    ] = "unified"
     overflow: Annotated[bool, _field("Used only while the others are full.")] = False
     text_only: Annotated[bool, _field("Send it text even if it takes tokens.")] = False
     kv_events: Annotated[str, _field("ZeroMQ address of vLLM's KV events, such as tcp://10.0.0.5:5557.")] = ""
@@ -62,6 +66,7 @@ class WorkerDeployment(msgspec.Struct, frozen=True, kw_only=True):
             address=self.url,
             kind=self.kind,
             remote_model=self.remote_model,
+            role=self.role,
             overflow=self.overflow,
             text_only=self.text_only or not has_tokenizer,
             kv_events=self.kv_events,
@@ -78,7 +83,7 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True):
 
     Callers may ask for ``names``; the first is its name in the fleet and is reported. ``model`` says where
     weights and tokenizer come from (short name, folder, hub id); empty: only its workers know. ``engine``
-    is what replicas that are added later get, their ids are ``replica_prefix`` and a number.
+    is what replicas that are added later get, their ids are ``prefix_of`` their role and a number.
     """
 
     model: str
@@ -93,6 +98,11 @@ class ModelDeployment(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Its name in the fleet."""
         return self.names[0]
+
+    def prefix_of(self, role: Role) -> str:
+        """What the ids of its replicas begin with, unless they are given: replica-, prefill-, decode-."""
+        prefix = self.replica_prefix
+        return prefix if role == "unified" else f"{prefix.removesuffix('replica-')}{role}-"
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

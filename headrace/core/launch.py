@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from headrace.core import errors
 from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig, RouterConfig
+from headrace.core.routing import Role
 
 
 class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,8 @@ class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """``model`` is the name it was asked for by, ``folder`` holds it, ``socket`` is the path to listen on.
 
-    ``revision`` names the weights; empty: the replica takes their digest as it loads them.
+    ``revision`` names the weights; empty: the replica takes their digest as it loads them. ``kv_listen`` is
+    where it gives blocks to others (``unix:/path`` or ``tcp://host:port``); empty: nowhere.
     """
 
     replica_id: str
@@ -38,6 +40,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     socket: str
     engine: EngineConfig
+    role: Role = "unified"
+    kv_listen: str = ""
     share: MachineShare = MachineShare()
     logs: LogConfig = LogConfig()
 

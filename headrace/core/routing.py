@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.messages import Failed
+from headrace.core.messages import Failed, Moves
 
 Role = Literal["unified", "prefill", "decode"]
 EngineKind = Literal["headrace", "vllm", "sglang", "tensorrt-llm", "llama-server", "openai"]
@@ -246,8 +246,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
-    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Tokens and prefix hits
-    are counted by its present process.
+    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Tokens, prefix hits and
+    ``moves`` are counted by its present process.
     """
 
     member: Member
@@ -270,6 +270,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_index_resets: int = 0
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
+    moves: Moves | None = None
     note: str = ""
 
 
