@@ -22,15 +22,24 @@ def main() -> int:
         listener = bind_unix(Path(spec.socket))
         # Only now, as it imports torch: mistakes above are reported at once.
         from headrace.engine.engine import Engine
+        from headrace.replica.block_server import BlockServer
         from headrace.replica.process import ReplicaProcess
+        from headrace.replica.waker import Waker
 
+        waker = Waker()
         engine = Engine(
             spec.engine,
             Path(spec.folder),
             revision=spec.revision,
             share=spec.share,
             progress=report.loading,
+            wake=waker.wake,
         )
+        try:
+            block_server = BlockServer(spec.kv_listen, engine) if spec.kv_listen else None
+        except BaseException:
+            engine.close()  # its threads would keep the process
+            raise
     except HeadraceError as error:
         report.error(error)
         return error.exit_code
@@ -41,7 +50,7 @@ def main() -> int:
     # What was loaded lives as long as the process: keep the garbage collector away from it.
     gc.collect()
     gc.freeze()
-    process = ReplicaProcess(spec, engine, listener)
+    process = ReplicaProcess(spec, engine, listener, waker=waker, block_server=block_server)
     process.listen()
     report.ready()
     process.run()

@@ -3,10 +3,11 @@
     select ──► accept / receive ──► Engine.add, Engine.abort ──► Engine.step ──► Step to peers:
       │ waits only when the engine has nothing to do               outputs to the one that asked,
       │                                                            stats and cache events to subscribers
-      └── also watches standard input (EOF: the parent is gone) and signals (SIGTERM: drain)
+      └── also watches standard input (EOF: the parent is gone), signals (SIGTERM: drain), and the engine's
+          helpers: threads that move blocks leave what they have and wake the loop
 
 Whatever a peer sends ends at worst that peer's connection; whatever the model throws ends at worst that
-step's requests.
+step's requests. The engine is called from this loop alone.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ from headrace.core.messages import (
     ToReplica,
 )
 from headrace.engine.engine import Engine
+from headrace.replica.block_server import BlockServer
 from headrace.replica.connections import Connection, ConnectionClosed
 from headrace.replica.event_log import EventLog
+from headrace.replica.waker import Waker
 
 log = logging.getLogger("headrace.replica")
 
@@ -60,13 +63,18 @@ class ReplicaProcess:
         engine: Engine,
         listener: socket.socket,
         *,
+        waker: Waker,
+        block_server: BlockServer | None = None,
         parent_fd: int | None = 0,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
     ) -> None:
-        """``parent_fd`` is read until EOF, which ends the process; None: nobody to watch."""
+        """``waker`` is what the engine was made with; it, the engine and ``block_server`` are closed at the
+        end. ``parent_fd`` is read until EOF, which ends the process; None: nobody to watch."""
         self._spec = spec
         self._engine = engine
         self._listener = listener
+        self._waker = waker
+        self._block_server = block_server
         self._parent_fd = parent_fd
         self._max_backlog_bytes = max_backlog_bytes
         self._instance = secrets.token_hex(8)
@@ -76,22 +84,24 @@ class ReplicaProcess:
         self._owners: dict[str, Connection] = {}
         self._rejected: dict[Connection, list[Failed]] = {}
         self._aborted = False  # something, of which no subscriber was told yet
+        self._told = Stats()
         self._draining = False
         self._stop = False
-        self._wake_read, self._wake_write = socket.socketpair()
+        self._signal_read, self._signal_write = socket.socketpair()
 
     def listen(self) -> None:
         """From here on peers can connect and a signal drains; both are served once ``run`` runs."""
-        for sock in (self._listener, self._wake_read, self._wake_write):
+        for sock in (self._listener, self._signal_read, self._signal_write):
             sock.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._wake)
+        self._selector.register(self._signal_read, selectors.EVENT_READ, self._read_signal)
+        self._selector.register(self._waker, selectors.EVENT_READ, lambda _: None)
         if self._parent_fd is not None:
             os.set_blocking(self._parent_fd, False)
             # A regular file, which a selector refuses, cannot tell that a parent went away.
             with contextlib.suppress(PermissionError):
                 self._selector.register(self._parent_fd, selectors.EVENT_READ, self._read_parent)
-        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._signal_write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._listener.listen(128)
@@ -107,11 +117,14 @@ class ReplicaProcess:
             self._close_all()
 
     def _turn(self) -> None:
+        if self._draining and self._block_server is not None:
+            self._block_server.drain()
         # A connection may be found lost while a step is published.
-        busy = self._engine.has_work or self._aborted
-        for key, events in self._selector.select(0 if busy else None):
+        wait_s = 0.0 if self._aborted or self._rejected else self._engine.wait_s()
+        for key, events in self._selector.select(wait_s):
             key.data(events)
-        if self._engine.has_work and not self._stop:
+        woken = self._waker.take()
+        if not self._stop and (woken or wait_s is not None or self._engine.has_work):
             self._step()
         elif self._rejected or self._aborted:
             self._publish([], [])
@@ -129,9 +142,15 @@ class ReplicaProcess:
                 self._forget(output.request_id)
 
     def _publish(self, outputs: list[Output], failed: list[Failed]) -> None:
-        """A Step to each peer that has outputs or failures of its own in it, or subscribed."""
-        self._event_log.append(*self._engine.take_events())
+        """A Step to each peer that has outputs or failures of its own in it, or subscribed; nobody hears of
+        a step in which nothing happened."""
+        first_seq, events = self._engine.take_events()
+        self._event_log.append(first_seq, events)
         stats = self._engine.stats()
+        news = outputs or failed or self._rejected or self._aborted or events
+        if not news and stats == self._told:
+            return
+        self._told = stats
         rejected, self._rejected = self._rejected, {}
         self._aborted = False
         for connection in list(self._connections):
@@ -151,7 +170,7 @@ class ReplicaProcess:
         assert first is not None
         events, next_seq = self._event_log.since(first), self._event_log.next_seq
         if events is None:
-            self._send(connection, CacheSnapshot(self._engine.block_pool.snapshot(), next_seq))
+            self._send(connection, CacheSnapshot(self._engine.snapshot(), next_seq))
             first, events = next_seq, []
         connection.next_event = next_seq
         self._send(connection, Step(outputs, failed, stats, events, first))
@@ -226,8 +245,9 @@ class ReplicaProcess:
                 replica_id=self._spec.replica_id,
                 pid=os.getpid(),
                 model=self._spec.model,
-                role="unified",
+                role=self._spec.role,
                 instance=self._instance,
+                kv_address="" if self._block_server is None else self._block_server.address,
                 **self._engine.hello_fields,
             ),
         )
@@ -305,9 +325,9 @@ class ReplicaProcess:
         self._stop = self._stop or (self._draining and number == signal.SIGINT)
         self._draining = True
 
-    def _wake(self, _: int) -> None:
+    def _read_signal(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._wake_read.recv(4096)
+            self._signal_read.recv(4096)
         log.info("signal received: finishing %d requests, taking no new ones", len(self._owners))
 
     def _read_parent(self, _: int) -> None:
@@ -340,6 +360,10 @@ class ReplicaProcess:
         for connection in list(self._connections):
             self._close(connection, "ended with the process")
         self._selector.close()
-        for sock in (self._listener, self._wake_read, self._wake_write):
+        for sock in (self._listener, self._signal_read, self._signal_write):
             sock.close()
         Path(self._spec.socket).unlink(missing_ok=True)
+        if self._block_server is not None:
+            self._block_server.close()
+        self._engine.close()
+        self._waker.close()
