@@ -30,6 +30,9 @@ class SendStream(Protocol):
         """Queues block number ``index``, the one after the last; the stream owns ``payload`` from now on.
         To send more than there is room for breaks the job."""
 
+    def computed(self) -> None:
+        """All blocks are computed; what is not sent yet waits only for room. ``end`` implies it."""
+
     def end(self, reason: str = "") -> None:
         """Nothing follows. Empty: every block has been queued; else why not, in words."""
 
@@ -63,7 +66,6 @@ class ConnectorServer:
 
     def close(self) -> None:
         """Cancels every job and closes every connection."""
-        ...
 
 
 class ConnectorClient:
@@ -80,8 +82,6 @@ class ConnectorClient:
     @property
     def damaged_blocks(self) -> int:
         """Blocks that failed a check on arrival and were dropped, since the start."""
-        ...
 
     def close(self) -> None:
         """Ends every job and closes every connection."""
-        ...
