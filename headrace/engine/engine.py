@@ -31,7 +31,8 @@ from headrace.engine import memory
 from headrace.engine.model_runner import KV_LAYOUT, KVGeometry, ModelRunner
 from headrace.engine.prefill_only import Prefiller
 from headrace.engine.sampler import SampledBatch, Sampler
-from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from headrace.engine.schedule import Schedule, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.kernels.table import OpTable
 from headrace.kvcache.block_pool import BlockPool

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.engine.logprobs import PromptLogprobs
 from headrace.engine.sampler import SampledBatch, Sampler
-from headrace.engine.scheduler import Entry, Schedule
+from headrace.engine.schedule import Entry, Schedule
 from headrace.engine.sequence import Sequence
 from headrace.kernels.batch import AttentionBatch, BatchEntry
 from headrace.kernels.cache import LayerKV

@@ -1,17 +1,21 @@
 """Decides, step by step, which sequences compute how many tokens. A pure state machine.
 
     add ──► waiting ──► running ──► finished        schedule() ─► the caller runs the model ─► update()
-              ▲            │
-              └────────────┘ preempted: blocks freed, recomputed later
+             ▲ │  ▲        │
+             │ │  └────────┘ preempted: blocks freed, recomputed later
+             │ ▼
+           filling: out of the line while a source brings blocks that memory lacks (``engine.fill``)
 
 There is no prefill or decode phase: a schedule is {sequence: number of new tokens}. The budget of a step
 goes first to running sequences that need one token, then to running ones in the middle of their prompt,
 then to waiting ones; each group in order of arrival. Hence a long prompt cannot stall running streams,
-and as nothing overtakes the head of the waiting line, short ones cannot starve a long one.
+and as nothing overtakes the head of the waiting line, short ones cannot starve a long one. Whoever waits
+for a fill is overtaken, but not for long: a fill has a deadline, and then its place in line is by arrival.
 
 Why every admitted sequence finishes: both lists are in order of arrival and only the last running one is
 ever preempted, so the oldest always advances; and no sequence is added whose full length would not fit
-the pool alone.
+the pool alone. Blocks that a fill brought are held for their sequence only until somebody needs them who
+runs, or who is before it in line.
 """
 
 from __future__ import annotations
@@ -20,65 +24,19 @@ from array import array
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from headrace.core.errors import ContextLengthError, InvalidRequestError
-from headrace.core.identity import ID_BYTES, block_identities, split_identities
+from headrace.core.errors import InvalidRequestError
+from headrace.core.identity import block_identities
 from headrace.core.messages import FinishReason
 from headrace.core.request import Request
+from headrace.engine.integrity import check_sequences
+from headrace.engine.prompt import max_length, prompt_identities
+from headrace.engine.schedule import Counters, Entry, Fills, Schedule, SchedulerConfig
 from headrace.engine.sequence import Sequence, SequenceStatus
 from headrace.kvcache.block_pool import BlockPool
 
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """``max_num_batched_tokens`` bounds one step's tokens, ``max_model_len`` prompt plus output."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    enable_prefix_caching: bool = True
-
-
-class Entry(NamedTuple):
-    """Compute ``sequence.tokens[num_computed_tokens:][:num_new_tokens]``; ``samples``: that reaches the
-    last known token, so its logits give the next one."""
-
-    sequence: Sequence
-    num_new_tokens: int
-    samples: bool
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One step's work. The first ``num_decodes`` entries have one token each, the others more.
-
-    ``admitted`` are scheduled for the first time.
-    """
-
-    entries: list[Entry]
-    num_decodes: int
-    num_tokens: int
-    preempted: list[Sequence]
-    admitted: list[Sequence]
-
-
-@dataclass
-class Counters:
-    """Sums since the scheduler was made, in tokens except ``num_preemptions``.
-
-    Queries, hits and ``prompt_tokens`` count each sample once, when it is first admitted;
-    ``computed_prompt_tokens`` counts prompt positions as often as they were computed.
-    """
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    generation_tokens: int = 0
+# A fill may end early for want of blocks. It may be tried once more when its sequence is about to run.
+MAX_FILLS = 2
 
 
 class Scheduler:
@@ -96,12 +54,14 @@ class Scheduler:
         self.config = config
         self.block_pool = block_pool
         self.counters = Counters()
+        self.fills: Fills | None = None
         self._root = root
         self._eos_token_ids = frozenset(eos_token_ids)
         self._arrivals = 0
         self._num_queued_tokens = 0
         self._running: list[Sequence] = []  # by arrival
         self._waiting: deque[Sequence] = deque()  # by arrival
+        self._filling: list[Sequence] = []
         self._sequences: dict[str, dict[int, Sequence]] = {}  # request id → sample index → unfinished
         self._scheduled: Schedule | None = None
         # The head of the waiting line that found too few blocks, and the pool's num_frees then.
@@ -117,12 +77,18 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting, preempted and held sequences."""
+        """Waiting, filling, preempted and held sequences."""
         return sum(map(len, self._sequences.values())) - len(self._running)
 
     @property
+    def num_in_line(self) -> int:
+        """Sequences that run or could be admitted: the others have to be waited for."""
+        return len(self._running) + len(self._waiting)
+
+    @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that are still to compute; for those that wait, as the cache was when they came.
+        """Prompt tokens that are still to compute; for those that wait, as the cache was when they came, and
+        without what a fill is expected to bring.
 
         Samples that are held count nothing, as they will find their leader's blocks.
         """
@@ -134,19 +100,21 @@ class Scheduler:
         Samples 1.. are held until the first one's prompt is computed, then take its blocks from the
         cache. Raises ContextLengthError or InvalidRequestError, and then adds nothing.
         """
-        tokens = request.token_ids()
-        max_length = self._max_length(request, len(tokens))
+        tokens, block_size = request.token_ids(), self.config.block_size
+        capacity = self.block_pool.num_blocks * block_size
+        longest = max_length(request, len(tokens), context=self.config.max_model_len, capacity=capacity)
         known = self._sequences.get(request.request_id, {})
         indices = range(request.sample_index, request.sample_index + request.sampling.n)
         if any(index in known for index in indices):
             raise InvalidRequestError(
                 f"request {request.request_id!r} is already running; ids must be unique", param="request_id"
             )
-        block_ids = self._prompt_identities(request, tokens)
+        caching = self.config.enable_prefix_caching
+        block_ids = prompt_identities(request, tokens, self._root, block_size) if caching else []
         samples: list[Sequence] = []
         for index in indices:
             copy = array("I", tokens) if samples else tokens
-            sequence = Sequence(request, index, copy, max_length=max_length, arrival=self._arrivals)
+            sequence = Sequence(request, index, copy, max_length=longest, arrival=self._arrivals)
             sequence.block_ids = list(block_ids)
             self._arrivals += 1
             samples.append(sequence)
@@ -154,15 +122,58 @@ class Scheduler:
         first, rest = samples[0], samples[1:]
         self._waiting.append(first)
         if self._may_hit(first):
-            self._queue(first, len(tokens) - len(self._hits(first)) * self.config.block_size)
+            hits = self._hits(first)
+            self._queue(first, len(tokens) - len(hits) * block_size)
             first.followers = rest
             for sequence in rest:
                 sequence.status = SequenceStatus.HELD
+            self._begin_fill(first, hits)
         else:
             self._waiting.extend(rest)
             for sequence in samples:
                 self._queue(sequence, len(tokens))
         return samples
+
+    def add_prefill(self, request: Request) -> Sequence:
+        """Puts a prompt of full blocks in line that is only computed, for somebody else.
+
+        The sequence keeps its blocks until ``finish`` or ``abort``. Raises InvalidRequestError or
+        ContextLengthError, and then adds nothing.
+        """
+        tokens, block_size = request.token_ids(), self.config.block_size
+        assert len(tokens) % block_size == 0 and self.config.enable_prefix_caching
+        capacity = self.block_pool.num_blocks * block_size
+        max_length(request, len(tokens), context=self.config.max_model_len, capacity=capacity)
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(f"job {request.request_id!r} is already running", param="request_id")
+        sequence = Sequence(
+            request, 0, tokens, max_length=len(tokens) + 1, arrival=self._arrivals, prefill_only=True
+        )
+        sequence.block_ids = prompt_identities(request, tokens, self._root, block_size)
+        self._arrivals += 1
+        self._sequences[request.request_id] = {0: sequence}
+        self._waiting.append(sequence)
+        hits = self._hits(sequence)
+        self._queue(sequence, len(tokens) - len(hits) * block_size)
+        self._begin_fill(sequence, hits)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a running prefill-only sequence whose blocks nobody waits for any more."""
+        assert sequence.prefill_only
+        self._running.remove(sequence)
+        self._finish(sequence, "length")
+
+    def resume(self, sequence: Sequence) -> None:
+        """Puts a filling sequence back in line; what it holds stays held until it runs."""
+        self._filling.remove(sequence)
+        sequence.status = SequenceStatus.PREEMPTED if sequence.num_preemptions else SequenceStatus.WAITING
+        if sequence.num_preemptions:
+            self._queue(sequence, sequence.prompt_length)
+        else:
+            num_tokens = len(self._hits(sequence)) * self.config.block_size
+            self._queue(sequence, sequence.prompt_length - num_tokens)
+        _insert(self._waiting, sequence)
 
     def abort(self, request_id: str, sample_index: int | None = None) -> list[Sequence]:
         """Ends a request's samples, or one of them, wherever they are, and frees their blocks at once.
@@ -178,6 +189,8 @@ class Scheduler:
             elif sequence.status is SequenceStatus.HELD:
                 leader = next(s for s in samples.values() if sequence in s.followers)
                 leader.followers.remove(sequence)
+            elif sequence.status is SequenceStatus.FILLING:
+                self._filling.remove(sequence)
             else:
                 self._waiting.remove(sequence)
             self._finish(sequence, "abort")
@@ -195,12 +208,12 @@ class Scheduler:
             sequence = running[position]
             position += 1
             computed = sequence.num_computed_tokens
-            if len(sequence.tokens) - computed > 1:
+            if len(sequence.tokens) - computed > 1 or sequence.prefill_only:
                 prefills.append(sequence)
                 continue
             table = sequence.block_table
             if computed == len(table) * block_size:
-                while not pool.num_free:
+                while not pool.num_free and not self._reclaim(1):
                     preempted.append(self._preempt_last())
                 if sequence.status is not SequenceStatus.RUNNING:
                     break
@@ -212,9 +225,14 @@ class Scheduler:
             budget = self._take(sequence, budget, ones, chunks)
         # Who runs has its token by now, so no more run than a step has tokens, and all advance in each.
         while budget and self._waiting and not preempted and len(running) < self.config.max_num_seqs:
-            if not self._admit(self._waiting[0]):
+            sequence = self._waiting[0]
+            hits = self._fitting(sequence)
+            if hits is None:
                 break
-            sequence = self._waiting.popleft()
+            if self._begin_fill(sequence, hits):
+                continue
+            self._admit(sequence, hits)
+            self._waiting.popleft()
             _insert(running, sequence)
             if not sequence.num_preemptions:
                 admitted.append(sequence)
@@ -269,6 +287,8 @@ class Scheduler:
         self.block_pool.reset()
         for sequence in self._running:
             sequence.caches_blocks = False
+        for sequence in (*self._filling, *self._waiting):
+            self._let_go(sequence)
 
     def holders(self, blocks: Collection[int]) -> list[Sequence]:
         """The running sequences that have any of ``blocks``."""
@@ -276,86 +296,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that lists, tables and pool agree, and that nothing is held when idle."""
-        running, waiting = self._running, list(self._waiting)
-        held = [f for s in running + waiting for f in s.followers]
-        everything = running + waiting + held
         registered = [s for samples in self._sequences.values() for s in samples.values()]
-        assert len({id(s) for s in everything}) == len(everything), "a sequence is in two lists"
-        assert {id(s) for s in everything} == {id(s) for s in registered}, "a sequence is lost"
-        limit = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        assert len(running) <= limit, "more sequences run than can advance in each step"
-        for line in (running, waiting):
-            assert [s.arrival for s in line] == sorted(s.arrival for s in line), "out of order"
-        assert all(s.status is SequenceStatus.RUNNING for s in running)
-        assert all(s.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED) for s in waiting)
-        assert all(s.status is SequenceStatus.HELD for s in held)
-        block_size = self.config.block_size
-        for s in running:
-            assert s.num_computed_tokens < s.num_tokens < s.max_length, s
-            assert len(s.block_table) * block_size >= s.num_computed_tokens, s
-            if self.config.enable_prefix_caching:
-                assert s.num_registered_blocks == s.num_computed_tokens // block_size <= len(s.block_ids), s
-        assert all(not s.block_table and not s.num_computed_tokens for s in waiting + held)
-        assert self._num_queued_tokens == sum(s.num_queued_tokens for s in everything)
-        assert all(s.num_queued_tokens == max(0, s.prompt_length - s.num_computed_tokens) for s in running)
-        assert all(0 < s.num_queued_tokens <= s.prompt_length for s in waiting)
-        assert not any(s.num_queued_tokens for s in held)
-        self.block_pool.check_integrity(s.block_table for s in running)
-
-    def _max_length(self, request: Request, length: int) -> int:
-        """Prompt plus output at which a request ends; raises if it cannot be served."""
-        sampling, context = request.sampling, self.config.max_model_len
-        if length == 0:
-            raise InvalidRequestError("the prompt must hold at least one token, got none", param="prompt")
-        limit = length - 1 if sampling.n == 1 else 0  # output belongs to one sample
-        if not 0 <= request.num_output_tokens <= limit:
-            raise InvalidRequestError(
-                f"num_output_tokens must be in [0, {limit}] for a prompt of {length} tokens and n = "
-                f"{sampling.n}, got {request.num_output_tokens}",
-                param="num_output_tokens",
-            )
-        if length >= context:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens; the context holds {context}, of which at least one is "
-                "for output",
-                hint="shorten the prompt, or raise --max-model-len if the model allows it",
-                param="prompt",
-            )
-        max_length = context
-        if sampling.max_tokens is not None:
-            max_length = min(context, length - request.num_output_tokens + sampling.max_tokens)
-        if max_length <= length:
-            raise InvalidRequestError(
-                f"max_tokens is {sampling.max_tokens}, and {request.num_output_tokens} output tokens are in "
-                "the prompt already: nothing is left to generate",
-                param="max_tokens",
-            )
-        capacity = self.block_pool.num_blocks * self.config.block_size
-        if max_length - 1 > capacity:  # the last token is sampled but never computed
-            raise ContextLengthError(
-                f"prompt and output may reach {max_length} tokens; the KV cache holds {capacity}",
-                hint="lower max_tokens, or raise --kv-cache-gib",
-                param="max_tokens",
-            )
-        return max_length
-
-    def _prompt_identities(self, request: Request, tokens: array[int]) -> list[bytes]:
-        """The chain of the prompt's full blocks; what the request brought is completed, not recomputed."""
-        if not self.config.enable_prefix_caching:
-            return []
-        block_size = self.config.block_size
-        full = len(tokens) // block_size
-        if len(request.block_ids) % ID_BYTES or len(request.block_ids) > full * ID_BYTES:
-            raise InvalidRequestError(
-                f"block_ids must hold {ID_BYTES} bytes for each of at most {full} full blocks of "
-                f"{block_size} tokens, got {len(request.block_ids)} bytes",
-                param="block_ids",
-            )
-        block_ids = split_identities(request.block_ids)
-        if len(block_ids) < full:
-            parent = block_ids[-1] if block_ids else self._root
-            block_ids += block_identities(parent, tokens, block_size, start_block=len(block_ids))
-        return block_ids
+        queued = check_sequences(
+            self.config, self.block_pool, self._running, self._waiting, self._filling, registered
+        )
+        assert self._num_queued_tokens == queued, "queued tokens are miscounted"
 
     def _may_hit(self, sequence: Sequence) -> bool:
         """Whether cached blocks may be used: log-probabilities of the prompt need all its positions."""
@@ -364,10 +309,9 @@ class Scheduler:
         return sequence.sampling.prompt_logprobs is None or sequence.num_sampled_tokens > 0
 
     def _hits(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that it would begin with. The last token's logits are needed, so the block of that
-        one is computed anyway."""
+        """Cached blocks that it would begin with."""
         return self.block_pool.lookup(
-            sequence.block_ids[: (len(sequence.tokens) - 1) // self.config.block_size]
+            sequence.block_ids[: sequence.num_reusable_blocks(self.config.block_size)]
         )
 
     def _queue(self, sequence: Sequence, num_tokens: int) -> None:
@@ -379,46 +323,100 @@ class Scheduler:
         """Gives a sequence as much of the budget as it can use; returns the rest."""
         missing = len(sequence.tokens) - sequence.num_computed_tokens
         count = min(missing, budget)
-        if count == 1:
-            ones.append(Entry(sequence, 1, missing == 1))
-        elif count:
-            chunks.append(Entry(sequence, count, count == missing))
+        if count:
+            samples = count == missing and not sequence.prefill_only
+            (ones if count == 1 else chunks).append(Entry(sequence, count, samples))
         return budget - count
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Takes blocks for all known tokens of the head of the waiting line, cached ones first.
+    def _fitting(self, sequence: Sequence) -> list[int] | None:
+        """Cached blocks that the head of the waiting line would begin with; None: there is no room for it.
 
-        All at once, because a prompt that starts without room for its rest would be preempted half
-        computed, and because its blocks then have consecutive numbers. One free block per running
-        sequence stays in reserve, so that its next token does not preempt who was just admitted.
+        It needs blocks for all known tokens at once, because a prompt that starts without room for its rest
+        would be preempted half computed, and because its blocks then have consecutive numbers. One free
+        block per running sequence stays in reserve, so that its next token does not preempt who was just
+        admitted.
         """
         pool = self.block_pool
         blocked, num_frees = self._blocked
         if self._running and blocked is sequence and num_frees == pool.num_frees:
-            return False
-        block_size = self.config.block_size
-        num_tokens = len(sequence.tokens)
+            return None
         hits = self._hits(sequence) if self._may_hit(sequence) else []
-        missing = -(-num_tokens // block_size) - len(hits)
-        if missing + pool.count_free(hits) + len(self._running) > pool.num_free:
-            assert self._running, "a sequence was added that does not fit the pool"
+        missing = -(-len(sequence.tokens) // self.config.block_size) - len(hits)
+        needed = missing + pool.count_free(hits) + len(self._running)
+        if needed > pool.num_free:
+            self._reclaim(needed - pool.num_free, sequence)
+            # a hit that somebody else held may be free now
+            needed = missing + pool.count_free(hits) + len(self._running)
+        if needed > pool.num_free:
+            assert self._running or self._filling, "a sequence was added that does not fit the pool"
             self._blocked = sequence, pool.num_frees
-            return False
+            return None
+        return hits
+
+    def _admit(self, sequence: Sequence, hits: list[int]) -> None:
+        """Lets a sequence that fits run, beginning with the cached blocks ``hits``."""
+        pool, block_size, num_tokens = self.block_pool, self.config.block_size, len(sequence.tokens)
         pool.acquire(hits)
+        self._let_go(sequence)
+        missing = -(-num_tokens // block_size) - len(hits)
         sequence.block_table = hits + pool.allocate(missing, hits[-1] if hits else -1)
         sequence.num_computed_tokens = len(hits) * block_size
         sequence.num_registered_blocks = len(hits)
         sequence.caches_blocks = True
         sequence.status = SequenceStatus.RUNNING
+        sequence.num_fills = 0
         self._queue(sequence, max(0, sequence.prompt_length - sequence.num_computed_tokens))
         if not sequence.num_preemptions:
+            filled = max(0, len(hits) - sequence.first_filled_block)
+            sequence.num_disk_blocks = min(sequence.num_disk_blocks, filled)
+            sequence.num_fetched_blocks = min(sequence.num_fetched_blocks, filled - sequence.num_disk_blocks)
+            cached = (len(hits) - sequence.num_fetched_blocks) * block_size
             sequence.num_hit_tokens = len(hits) * block_size
-            sequence.num_cached_tokens = min(sequence.num_hit_tokens, sequence.num_prompt_tokens)
+            sequence.num_cached_tokens = min(cached, sequence.num_prompt_tokens)
             self.counters.prompt_tokens += num_tokens
             if self._may_hit(sequence):
                 self.counters.prefix_cache_queries += num_tokens
-                self.counters.prefix_cache_hits += len(hits) * block_size
+                self.counters.prefix_cache_hits += cached
+
+    def _begin_fill(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether a sequence left the waiting line, as blocks that memory lacks come from elsewhere."""
+        missing = sequence.num_reusable_blocks(self.config.block_size) - len(hits)
+        missing = min(missing, len(sequence.block_ids) - len(hits))
+        if self.fills is None or missing <= 0 or not self._may_hit(sequence):
+            return False
+        if sequence.num_fills == MAX_FILLS:
+            return False
+        expected = self.fills.begin(sequence, len(hits))
+        if not expected:
+            return False
+        sequence.num_fills += 1
+        self.block_pool.acquire(hits)
+        self._let_go(sequence)
+        sequence.held_blocks = hits
+        sequence.status = SequenceStatus.FILLING
+        self._waiting.remove(sequence)
+        self._filling.append(sequence)
+        num_tokens = (len(hits) + expected) * self.config.block_size
+        self._queue(sequence, max(0, sequence.prompt_length - num_tokens))
         return True
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Drops what a sequence holds before it runs; the blocks stay cached until somebody needs them."""
+        if sequence.held_blocks:
+            self.block_pool.free(sequence.held_blocks)
+            sequence.held_blocks = []
+
+    def _reclaim(self, count: int, before: Sequence | None = None) -> bool:
+        """Takes back blocks that fills hold for sequences which do not run yet, from the youngest first,
+        until ``count`` more are free; only from those behind ``before``. Whether any is free now."""
+        pool = self.block_pool
+        goal = pool.num_free + count
+        holders = [s for s in (*self._filling, *self._waiting) if s.held_blocks]
+        for sequence in sorted(holders, key=lambda s: s.arrival, reverse=True):
+            if pool.num_free >= goal or (before is not None and sequence.arrival <= before.arrival):
+                break
+            self._let_go(sequence)
+        return pool.num_free > 0
 
     def _preempt_last(self) -> Sequence:
         """Sends the running sequence that arrived last back to the waiting line, without its blocks."""
@@ -471,8 +469,8 @@ class Scheduler:
         """Ends a sequence that left its list already. If samples wait for it, the next one leads them."""
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-        self.block_pool.free(sequence.block_table)
-        sequence.block_table = []
+        self.block_pool.free(sequence.block_table or sequence.held_blocks)
+        sequence.block_table, sequence.held_blocks = [], []
         self._queue(sequence, 0)
         samples = self._sequences[sequence.request_id]
         del samples[sequence.sample_index]

@@ -15,10 +15,13 @@ class SequenceStatus(enum.Enum):
     add ──► WAITING ──► RUNNING ──► FINISHED          abort: from anywhere to FINISHED
                ▲           │
     HELD ──────┘           ▼
-    (samples 1.. of n)  PREEMPTED ──► RUNNING
+    (samples 1.. of n)  PREEMPTED ──► RUNNING         FILLING: blocks come from elsewhere; out of the line,
+               ▲           ▲                                   back to its place in it when they are there
+               └► FILLING ◄┘
     """
 
     WAITING = "waiting"
+    FILLING = "filling"
     HELD = "held"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -32,6 +35,7 @@ class Sequence:
                   | num_prompt_tokens      | num_output_tokens |     rescued output counts as output
                   | num_computed_tokens: keys and values are in the cache | still to compute |
         blocks:   | block_table: covers every known token while running, empty otherwise    |
+                  | held_blocks: a filled prefix, kept until it runs; found by identity as any     |
                   | block_ids: identities of full blocks, at least of all that are computed |
 
     ``block_table`` grows by append only; a preemption replaces it by a new list and raises
@@ -44,17 +48,24 @@ class Sequence:
         "block_ids",
         "block_table",
         "caches_blocks",
+        "fill_s",
         "finish_reason",
+        "first_filled_block",
         "followers",
+        "held_blocks",
         "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_disk_blocks",
+        "num_fetched_blocks",
+        "num_fills",
         "num_hit_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_registered_blocks",
         "num_sampled_tokens",
+        "prefill_only",
         "prompt_length",
         "request",
         "request_id",
@@ -68,9 +79,17 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, sample_index: int, tokens: array[int], *, max_length: int, arrival: int
+        self,
+        request: Request,
+        sample_index: int,
+        tokens: array[int],
+        *,
+        max_length: int,
+        arrival: int,
+        prefill_only: bool = False,
     ) -> None:
-        """``max_length``: prompt plus output at which generation ends; ``arrival``: place in line."""
+        """``max_length``: prompt plus output at which generation ends; ``arrival``: place in line;
+        ``prefill_only``: it computes its prompt, keeps the blocks until it is ended, samples nothing."""
         self.request = request
         self.request_id = request.request_id
         self.sample_index = sample_index
@@ -88,6 +107,12 @@ class Sequence:
         self.caches_blocks = True  # False: what it holds is of before a reset, for no one else
         self.block_table: list[int] = []
         self.block_ids: list[bytes] = []
+        self.prefill_only = prefill_only
+        self.held_blocks: list[int] = []
+        self.num_fills = 0  # times it left the line for blocks from elsewhere, since it last ran
+        self.first_filled_block = 0  # what memory had when the last fill began
+        self.num_disk_blocks = 0  # of the last fill, from ``first_filled_block`` on
+        self.num_fetched_blocks = 0  # the same, after those from disk
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
@@ -98,10 +123,16 @@ class Sequence:
         self.runner_state: Any = None
         self.added_at = 0.0
         self.started_at = 0.0
+        self.fill_s = 0.0  # time that it waited for blocks from elsewhere before it first ran
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def num_reusable_blocks(self, block_size: int) -> int:
+        """Leading blocks that need not be computed if they are there. The last token's logits are needed
+        where something is sampled, so the block of that one is computed anyway."""
+        return (len(self.tokens) - (not self.prefill_only)) // block_size
 
     @property
     def num_output_tokens(self) -> int:

@@ -6,12 +6,16 @@
 
     order of allocation:   empty (head → tail), then cached (head = oldest → tail)
 
+With ``track_saved`` the pool also knows which cached blocks are not on disk yet, in order of eviction, so
+that they can be copied out before they go.
+
 Both free lists are doubly linked through two arrays of block numbers, so a cached block that is hit
 again leaves the middle of its list in O(1). Each list is a ring closed by a sentinel.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from headrace.core.messages import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
@@ -20,12 +24,17 @@ from headrace.core.messages import BlocksRemoved, BlocksStored, CacheCleared, Ca
 class BlockPool:
     """``num_blocks`` blocks of ``block_size`` tokens, numbered from 0."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, track_saved: bool = False) -> None:
+        """``track_saved``: answer ``unsaved``, which costs a little on every reuse."""
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_frees = 0  # calls of free(); lets a waiting caller see that something changed
         self._num_free = num_blocks
+        self._num_empty = num_blocks
+        self._track_saved = track_saved
+        self._saved: set[int] = set()  # blocks with an identity that are on disk, or on their way
+        self._unsaved: dict[int, None] = {}  # cached, free and not saved: first to be evicted first
         self._refs = [0] * num_blocks
         self._ids: list[bytes | None] = [None] * num_blocks
         self._parents: list[bytes] = [b""] * num_blocks  # of those with an identity: the one before it
@@ -42,6 +51,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be allocated now: empty and cached ones."""
         return self._num_free
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks that hold nothing: so many can be allocated before anything is evicted."""
+        return self._num_empty
 
     @property
     def num_cached(self) -> int:
@@ -66,7 +80,7 @@ class BlockPool:
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes one reference on each block that ``lookup`` found; their contents stay."""
-        refs, prev, next_ = self._refs, self._prev, self._next
+        refs, prev, next_, unsaved = self._refs, self._prev, self._next, self._unsaved
         taken = 0
         for block in blocks:
             if not refs[block]:
@@ -74,6 +88,8 @@ class BlockPool:
                 next_[before] = after
                 prev[after] = before
                 taken += 1
+                if unsaved:
+                    unsaved.pop(block, None)
             refs[block] += 1
         self._num_free -= taken
 
@@ -95,9 +111,11 @@ class BlockPool:
                 refs[block] = 1
                 blocks.append(block)
                 block += 1
+        self._num_empty -= len(blocks)
         missing = count - len(blocks)
         if missing:
             others = self._pop(self._empty, missing)
+            self._num_empty -= len(others)
             if len(others) < missing:
                 evicted = self._pop(self._cached, missing - len(others))
                 self._forget(evicted)
@@ -113,6 +131,7 @@ class BlockPool:
         """Drops one reference on each block of a table. Of those that nobody holds any more, the last
         of the table is evicted first, so that prefixes, which more requests share, survive longest."""
         refs, ids, prev, next_ = self._refs, self._ids, self._prev, self._next
+        unsaved, saved = self._unsaved if self._track_saved else None, self._saved
         tail = prev[self._cached]
         empty: list[int] = []
         freed = 0
@@ -129,10 +148,13 @@ class BlockPool:
                 next_[tail] = block
                 prev[block] = tail
                 tail = block
+                if unsaved is not None and block not in saved:
+                    unsaved[block] = None
         next_[tail] = self._cached
         prev[self._cached] = tail
         if empty:
             empty.reverse()
+            self._num_empty += len(empty)
             self._append_empty(empty)
         self._num_free += freed
         self.num_frees += 1
@@ -159,6 +181,29 @@ class BlockPool:
             before = block_id
         self._announce(stored, parent)
 
+    def unsaved(self, limit: int) -> list[tuple[int, bytes, bytes]]:
+        """Up to ``limit`` cached blocks that nobody holds and that are not saved, the next to be evicted
+        first: (block, identity, parent's identity). Only with ``track_saved``."""
+        found: list[tuple[int, bytes, bytes]] = []
+        for block in itertools.islice(self._unsaved, limit):
+            block_id = self._ids[block]
+            assert block_id is not None, block
+            found.append((block, block_id, self._parents[block]))
+        return found
+
+    def mark_saved(self, blocks: Iterable[int]) -> None:
+        """Notes that blocks with an identity are on disk: to evict them loses nothing."""
+        if not self._track_saved:
+            return
+        for block in blocks:
+            assert self._ids[block] is not None, block
+            self._saved.add(block)
+            self._unsaved.pop(block, None)
+
+    def add_events(self, events: Sequence[CacheEvent]) -> None:
+        """Puts events of another tier into the numbered stream."""
+        self._events.extend(events)
+
     def reset(self) -> None:
         """Forgets every identity. Held blocks stay held; free ones are empty and in ascending order.
 
@@ -166,6 +211,8 @@ class BlockPool:
         """
         self._ids = [None] * self.num_blocks
         self._block_of.clear()
+        self._saved.clear()
+        self._unsaved.clear()
         self._link_all_free()
         self._events.append(CacheCleared())
 
@@ -213,6 +260,10 @@ class BlockPool:
         assert free == {b for b in range(self.num_blocks) if not self._refs[b]}, "the wrong blocks are free"
         assert all(self._ids[b] is None for b in empty), "an empty block has an identity"
         assert all(self._ids[b] is not None for b in cached), "a cached block has no identity"
+        assert self._num_empty == len(empty), "empty blocks are miscounted"
+        expected_unsaved = [b for b in cached if b not in self._saved] if self._track_saved else []
+        assert list(self._unsaved) == expected_unsaved, "what is not saved is out of order"
+        assert all(self._ids[b] is not None for b in self._saved), "a block without identity counts as saved"
         found = {i: b for b, i in enumerate(self._ids) if i is not None}
         assert self._block_of == found, "map and identities differ"
 
@@ -239,6 +290,7 @@ class BlockPool:
         prev[self._empty] = tail
 
     def _link_all_free(self) -> None:
+        self._num_empty = self._num_free
         for sentinel in (self._empty, self._cached):
             self._next[sentinel] = self._prev[sentinel] = sentinel
         self._append_empty(b for b in range(self.num_blocks) if not self._refs[b])
@@ -252,8 +304,11 @@ class BlockPool:
             del self._block_of[block_id]
             ids[block] = None
             removed.append(block_id)
+            if self._track_saved:
+                self._saved.discard(block)
+                self._unsaved.pop(block, None)
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksRemoved):
+        if isinstance(last, BlocksRemoved) and last.tier == "memory":
             last.block_ids.extend(removed)  # not handed out yet, so still ours
         else:
             self._events.append(BlocksRemoved(block_ids=removed))
@@ -262,7 +317,7 @@ class BlockPool:
         if not stored:
             return
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and last.block_ids[-1] == parent:
+        if isinstance(last, BlocksStored) and last.tier == "memory" and last.block_ids[-1] == parent:
             last.block_ids.extend(stored)  # not handed out yet, so still ours
         else:
             self._events.append(BlocksStored(block_ids=stored, parent=parent))

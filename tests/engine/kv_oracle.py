@@ -10,7 +10,8 @@ from array import array
 from hashlib import blake2b
 
 from headrace.core.request import Request, SamplingParams, pack_tokens
-from headrace.engine.scheduler import Schedule, Scheduler
+from headrace.engine.schedule import Schedule
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 
 EOS = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from headrace.engine.schedule import Schedule, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.kvcache.block_pool import BlockPool
 from tests.engine.kv_oracle import EOS
 

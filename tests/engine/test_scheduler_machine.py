@@ -12,7 +12,8 @@ from headrace.core.errors import ContextLengthError
 from headrace.core.identity import block_identities
 from headrace.core.messages import BlocksRemoved, BlocksStored
 from headrace.core.request import Request, SamplingParams, pack_tokens
-from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from headrace.engine.schedule import Schedule, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.kvcache.block_pool import BlockPool
 from tests.engine.kv_oracle import EOS, KVOracle, digests, expected_output

@@ -37,7 +37,8 @@ from headrace.core.messages import (
 )
 from headrace.core.request import Request
 from headrace.core.wire import encode_frame, replica_decoder
-from headrace.engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from headrace.engine.schedule import Schedule, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.kvcache.block_pool import BlockPool
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.engine.scheduler import Schedule
+from headrace.engine.schedule import Schedule
 
 
 class StepWork(NamedTuple):

@@ -8,7 +8,8 @@ import pytest
 
 from headrace.bench.simulator.step_time import StepTime, StepWork, fit
 from headrace.core.request import Request, SamplingParams, pack_tokens
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.schedule import SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.kvcache.block_pool import BlockPool
 
 TRUTH = StepTime(base=0.01, per_decode=2e-5, per_prefill=1e-4, per_context=1e-7, per_pair=5e-9)
