@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, one synchronous step at a time.
 
 add ─► Scheduler ─► schedule ─► ModelRunner ─► sampled tokens ─► Scheduler.update ─► StepResult
-                     abort, a swap of ops: between steps
+                     abort, a swap of ops, blocks in and out of the cache (BlockMoves): between steps
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.core.messages import BlocksStored, CacheEvent, Failed, Output, Sta
 from headrace.core.request import Request
 from headrace.engine import memory
 from headrace.engine.model_runner import KV_LAYOUT, KVGeometry, ModelRunner
+from headrace.engine.moves import BlockMoves
 from headrace.engine.prefill_only import Prefiller
 from headrace.engine.sampler import SampledBatch, Sampler
 from headrace.engine.schedule import Schedule, SchedulerConfig
@@ -40,6 +41,8 @@ from headrace.models.load import load_model
 
 log = logging.getLogger("headrace.engine")
 
+# Who waits in line while nothing can be computed waits for blocks of others: looked at again so often.
+_BLOCKED_S = 0.05
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -111,7 +114,9 @@ class Engine:
             block_size=config.block_size,
             weights_digest="" if config.quantization == "none" else config.quantization,
         )
-        self.block_pool = BlockPool(self.kv_size.num_blocks, config.block_size)
+        self.block_pool = BlockPool(
+            self.kv_size.num_blocks, config.block_size, track_saved=config.kv_disk_gb > 0
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -133,7 +138,16 @@ class Engine:
         self.root = root
         self.kv_format = geometry.format
         self.kv_block_bytes = geometry.bytes_per_block
-        self.prefiller = Prefiller()
+        self.moves = BlockMoves(
+            config,
+            self.scheduler,
+            self.runner.block_io,
+            root=root,
+            kv_format=self.kv_format,
+            check=self._check,
+            wake=wake or _nobody,
+        )
+        self._nothing_to_compute = False  # in the last step, and nothing was asked since
         self._pending_ops: OpTable | None = None
         self._num_steps = 0
         self._seeds = _seeds(config.seed)
@@ -154,7 +168,7 @@ class Engine:
             "kv_bytes": self.kv_size.nbytes,
             "kv_block_bytes": self.kv_block_bytes,
             "kv_format": self.kv_format,
-            "kv_disk": "",
+            "kv_disk": self.moves.disk_name,
             "notes": [*loaded.notes, f"KV cache sized by: {self.kv_size.reason}"],
         }
 
@@ -168,31 +182,29 @@ class Engine:
 
         A sequence that waits for blocks from elsewhere leaves nothing to do while it is unfinished.
         """
-        return 0.0 if self.scheduler.has_work else None
+        moves = self.moves.wait_s()
+        if not self.scheduler.num_in_line:
+            return moves
+        if not self._nothing_to_compute:
+            return 0.0
+        return _BLOCKED_S if moves is None else min(moves, _BLOCKED_S)
+
+    @property
+    def prefiller(self) -> Prefiller:
+        """What a connector's server hands the prompts of other replicas to."""
+        return self.moves.prefiller
 
     def add(self, request: Request, sent_at: float = 0.0) -> list[Sequence]:
         """Puts a request in line. Raises InvalidRequestError or ContextLengthError, and adds nothing then.
 
         ``sent_at`` is when it set out, on the monotonic clock; 0: now.
         """
-        request.sampling.validate(self.vocab_size)
-        if request.adapter is not None:
-            raise InvalidRequestError(
-                f"this replica serves no adapters, got {request.adapter!r}", param="adapter"
-            )
-        if len(request.prompt) % 4:
-            raise InvalidRequestError(
-                f"a prompt is 4 bytes a token, got {len(request.prompt)} bytes", param="prompt"
-            )
-        highest = max(request.token_ids(), default=0)
-        if highest >= self.vocab_size:
-            raise InvalidRequestError(
-                f"token ids must be below the vocabulary's {self.vocab_size}, got {highest}", param="prompt"
-            )
+        self._check(request)
         if request.sampling.seed is None:
             sampling = msgspec.structs.replace(request.sampling, seed=next(self._seeds))
             request = msgspec.structs.replace(request, sampling=sampling)
         samples = self.scheduler.add(request)
+        self._nothing_to_compute = False
         now = time.monotonic()
         for sequence in samples:
             sequence.added_at = min(sent_at or now, now)
@@ -200,7 +212,10 @@ class Engine:
 
     def abort(self, request_id: str, sample_index: int | None = None) -> int:
         """Ends a request, or one sample, and frees its blocks; returns how many samples ended."""
-        return len(self.scheduler.abort(request_id, sample_index))
+        ended = self.scheduler.abort(request_id, sample_index)
+        self._nothing_to_compute = False
+        self.moves.sweep()
+        return len(ended)
 
     def step(self) -> StepResult:
         """Schedules, computes and books one step. A failure of the model ends that step's requests only."""
@@ -208,35 +223,22 @@ class Engine:
             self._swap_ops(self._pending_ops)
             self._pending_ops = None
         result = StepResult()
+        self.moves.before_step()
         schedule = self.scheduler.schedule()
-        if not schedule.entries:
-            return result
-        self._num_steps += 1
-        if schedule.admitted:
-            now = time.monotonic()
-            for sequence in schedule.admitted:
-                sequence.started_at = now
-        try:
-            with torch.inference_mode():
-                sampled = self.runner.execute(schedule)
-        except Exception as error:
-            log.exception("step %d failed", self._num_steps)
-            self._fail_all(schedule, error, result)
-            return result
-        sampling = [entry.sequence for entry in schedule.entries if entry.samples]
-        if sampled.invalid:
-            self._fail_invalid([sampling[index] for index in sampled.invalid], result)
-        self.scheduler.update(schedule, sampled.token_ids)
-        self._collect(sampling, sampled, result)
+        self._nothing_to_compute = not schedule.entries
+        if schedule.entries:
+            self._compute(schedule, result)
+        self.moves.after_step()
         return result
 
     def take_events(self) -> tuple[int, list[CacheEvent]]:
         """Cache events of memory and disk since the last call, and the number of the first."""
+        self.block_pool.add_events(self.moves.take_events())
         return self.block_pool.take_events()
 
     def snapshot(self) -> list[BlocksStored]:
         """All that can be reused now, in memory and on disk: what the events up to now come to."""
-        return self.block_pool.snapshot()
+        return self.block_pool.snapshot() + self.moves.snapshot()
 
     def set_ops(self, ops: OpTable) -> None:
         """Exchanges the model's ops at the next step's start; what other ops computed is not reused then."""
@@ -257,19 +259,62 @@ class Engine:
             computed_prompt_tokens=counters.computed_prompt_tokens,
             generation_tokens=counters.generation_tokens,
             num_steps=self._num_steps,
+            moves=self.moves.stats(),
         )
 
     def close(self) -> None:
         """Ends what moves blocks; writes what is cached to the disk tier first, for a few seconds at most."""
+        self.moves.close()
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or held twice."""
         self.scheduler.check_integrity()
+        self.moves.check_integrity()
 
     def _swap_ops(self, ops: OpTable) -> None:
         if ops.provenance != self.runner.model.ops.provenance:
             self.scheduler.reset_prefix_cache()
+            self.moves.disable("the kernels were exchanged, and blocks of others would not match")
         self.runner.model.ops = ops
+
+    def _check(self, request: Request) -> None:
+        """Raises InvalidRequestError for what this model cannot take, whoever asks."""
+        request.sampling.validate(self.vocab_size)
+        if request.adapter is not None:
+            raise InvalidRequestError(
+                f"this replica serves no adapters, got {request.adapter!r}", param="adapter"
+            )
+        if len(request.prompt) % 4:
+            raise InvalidRequestError(
+                f"a prompt is 4 bytes a token, got {len(request.prompt)} bytes", param="prompt"
+            )
+        highest = max(request.token_ids(), default=0)
+        if highest >= self.vocab_size:
+            raise InvalidRequestError(
+                f"token ids must be below the vocabulary's {self.vocab_size}, got {highest}", param="prompt"
+            )
+
+    def _compute(self, schedule: Schedule, result: StepResult) -> None:
+        self._num_steps += 1
+        started = time.monotonic()
+        for sequence in schedule.admitted:
+            sequence.started_at = started
+        try:
+            with torch.inference_mode():
+                sampled = self.runner.execute(schedule)
+        except Exception as error:
+            log.exception("step %d failed", self._num_steps)
+            self._fail_all(schedule, error, result)
+            return
+        sampling = [entry.sequence for entry in schedule.entries if entry.samples]
+        if sampled.invalid or sampled.invalid_prompts:
+            invalid = [sampling[index] for index in sampled.invalid]
+            self._fail_invalid(invalid + sampled.invalid_prompts, result)
+        self.scheduler.update(schedule, sampled.token_ids)
+        self._collect(sampling, sampled, result)
+        num_prompt_tokens = schedule.num_tokens - schedule.num_decodes
+        if num_prompt_tokens > schedule.num_decodes:
+            self.moves.prefill_rate.add(num_prompt_tokens, time.monotonic() - started)
 
     def _collect(self, sampling: list[Sequence], sampled: SampledBatch, result: StepResult) -> None:
         failed = {failed.request_id for failed in result.failed}
@@ -281,9 +326,12 @@ class Engine:
             prompt_logprobs, timing = None, None
             if sequence.num_sampled_tokens == 1:
                 timing = Timing(
-                    sequence.started_at - sequence.added_at,
+                    max(0.0, sequence.started_at - sequence.added_at - sequence.fill_s),
                     now - sequence.started_at,
                     sequence.prompt_length - sequence.num_hit_tokens,
+                    sequence.fill_s,
+                    sequence.num_fetched_blocks * self.config.block_size,
+                    sequence.num_disk_blocks * self.config.block_size,
                 )
                 if sequence.sampling.prompt_logprobs is not None:
                     row = self.runner.sampler.row(sequence)
@@ -319,14 +367,22 @@ class Engine:
         holds one makes NaN of whoever reads it, and blocks are handed on as they are."""
         spoiled = self.runner.wipe_spoiled({block for s in sequences for block in s.block_table})
         if spoiled:
-            self.block_pool.reset()
+            self.scheduler.forget_cached()
+            self.block_pool.add_events([*self.moves.snapshot()])
         for sequence in [*sequences, *self.scheduler.holders(spoiled)]:
             self._fail(sequence, EngineError("the model gave no valid logits (NaN) for this request"), result)
 
     def _fail(self, sequence: Sequence, error: HeadraceError, result: StepResult) -> None:
-        """Ends all samples of a request and reports it, once."""
+        """Ends all samples of a request and reports it, once; a prompt of another replica to that one."""
+        if sequence.prefill_only:
+            self.moves.prompt_failed(sequence, error.message)
+            return
         if self.scheduler.abort(sequence.request_id):
             result.failed.append(Failed.of_error(sequence.request_id, error))
+
+
+def _nobody() -> None:
+    """Wakes nobody: the caller asks ``wait_s`` again by itself."""
 
 
 def _seeds(seed: int | None) -> Iterator[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.engine.block_io import BlockIO
 from headrace.engine.logprobs import PromptLogprobs
 from headrace.engine.sampler import SampledBatch, Sampler
 from headrace.engine.schedule import Entry, Schedule
@@ -72,6 +73,7 @@ class ModelRunner:
         self._block_size = block_size
         self.sampler = sampler
         self._device = device
+        self.block_io = BlockIO(kv)
         self._row_bytes = 4 * model.config.vocab_size
 
     def execute(self, schedule: Schedule) -> SampledBatch:
@@ -139,6 +141,7 @@ class ModelRunner:
         return row.blocks
 
     def _sample(self, entries: list[Entry], hidden: Tensor) -> SampledBatch:
+        invalid_prompts: list[Sequence] = []
         if len(entries) == len(hidden) and all(
             entry.samples and entry.sequence.sampling.prompt_logprobs is None for entry in entries
         ):
@@ -152,10 +155,12 @@ class ModelRunner:
                     self._add_prompt_logprobs(entry, hidden[start:end])
                 if entry.samples:
                     rows.append(end - 1)
+                elif entry.sequence.prefill_only and not bool(hidden[start:end].isfinite().all()):
+                    invalid_prompts.append(entry.sequence)
                 start = end
             last_rows = hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)]
         sequences = [entry.sequence for entry in entries if entry.samples]
-        sampled = SampledBatch([])
+        sampled = SampledBatch([], invalid_prompts=invalid_prompts)
         step = max(1, _SAMPLE_LOGITS_BYTES // self._row_bytes)
         for start in range(0, len(sequences), step):
             logits = self.model.logits(last_rows[start : start + step])

@@ -1,17 +1,45 @@
 """Prompts computed for other replicas: full blocks out, no token sampled.
 
-    connector's thread           engine's thread, after each step
+    connector's thread            engine's thread
     start(job, stream)  ──┐
-    room(key)             ├─► word left, wake() ─► advance(): sequence in the scheduler's line like any other;
-    cancel(key)         ──┘                        what is computed (or was cached) ─► stream.send
-                                                   all sent: stream.end(), blocks freed
+    room(key)             ├─► word left, wake() ─► take_word(): a sequence in the scheduler's line like any
+    cancel(key)         ──┘                        other; advance(): what is computed, or was cached ─► stream
+                                                   all of it in the stream: blocks freed
 
-A block stays in the sequence's table, so nobody can evict it, until its bytes are in the stream.
+The sequence runs until its last block is in the stream, so nobody can evict what is still to be sent. If it
+is preempted meanwhile, it computes again what the cache has lost, and goes on where it was.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.core.errors import HeadraceError
+from headrace.core.request import Request, SamplingParams
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Sequence as Prompt
+from headrace.engine.sequence import SequenceStatus
 from headrace.kvcache.connector import SendJob, SendStream
+
+# Copied out in one step while others run, for the same reason as what is copied in (``engine.fill``).
+BYTES_PER_STEP = 32 * 1024 * 1024
+IDLE_BYTES_PER_STEP = 256 * 1024 * 1024
+# A receiver that has had no room for so long while blocks were ready for it does not get them any more.
+LEASE_S = 15.0
+# No caller can choose a request's name that begins so.
+_PREFIX = "\0prefill/"
+
+
+@dataclass
+class _Job:
+    prompt: Prompt
+    stream: SendStream
+    num_sent: int  # index of the next block to send
+    last_progress: float
+    told_computed: bool = False
 
 
 class Prefiller:
@@ -21,11 +49,174 @@ class Prefiller:
     to from the engine's thread, between steps.
     """
 
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        read: Callable[[Sequence[int]], list[bytearray]],
+        block_bytes: int,
+        check: Callable[[Request], None],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``read`` copies blocks out of the cache; ``check`` raises HeadraceError for a prompt that the model
+        cannot take."""
+        self.num_sent_blocks = 0
+        self.num_sent_bytes = 0
+        self._scheduler = scheduler
+        self._read = read
+        self._block_bytes = block_bytes
+        self._check = check
+        self._wake = wake
+        self._clock = clock
+        self._word: deque[tuple[SendJob, SendStream] | str] = deque()  # jobs to start, keys to cancel
+        self._jobs: dict[str, _Job] = {}
+        self._refusal = ""
+
+    @property
+    def has_word(self) -> bool:
+        """Whether other threads left something that ``take_word`` has not seen."""
+        return bool(self._word)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
     def start(self, job: SendJob, stream: SendStream) -> None:
         """Puts the job's prompt in line; a prompt that cannot be served ends the stream with the reason."""
+        self._word.append((job, stream))
+        self._wake()
 
     def room(self, key: str) -> None:
         """The job's stream has room again."""
+        self._wake()
 
     def cancel(self, key: str) -> None:
         """Ends a job and frees its blocks before the next step; unknown keys are ignored."""
+        self._word.append(key)
+        self._wake()
+
+    def refuse(self, reason: str) -> None:
+        """Ends all jobs, and each that comes from now on, with this reason."""
+        self._refusal = reason
+        for job in list(self._jobs.values()):
+            self._end(job, reason)
+
+    def take_word(self) -> None:
+        """Starts and cancels what other threads asked for; to be called before each step."""
+        while self._word:
+            word = self._word.popleft()
+            if isinstance(word, str):
+                job = self._jobs.get(_PREFIX + word)
+                if job is not None:
+                    self._end(job, "cancelled")
+            else:
+                self._begin(*word)
+
+    def advance(self) -> None:
+        """Sends what is computed by now; to be called after each step."""
+        others = self._scheduler.num_running > len(self._jobs)
+        budget = BYTES_PER_STEP if others else IDLE_BYTES_PER_STEP
+        now = self._clock()
+        for job in list(self._jobs.values()):
+            prompt = job.prompt
+            if prompt.status is SequenceStatus.FINISHED:  # somebody else ended it
+                self._end(job, "the prompt could not be computed")
+            elif prompt.status is SequenceStatus.RUNNING:
+                budget -= self._send(job, budget, now)
+            else:
+                job.last_progress = now  # it waits for us, not we for the receiver
+
+    def failed(self, prompt: Prompt, reason: str) -> None:
+        """Ends the job of a prompt that the model could not compute."""
+        job = self._jobs.get(prompt.request_id)
+        if job is not None:
+            self._end(job, reason)
+
+    def wait_s(self) -> float | None:
+        """Seconds until there is something to do for ``advance``, beside what a step or a call brings."""
+        if self._word:
+            return 0.0
+        waits = [self._wait_s(job) for job in self._jobs.values() if self._num_ready(job)]
+        return min(waits, default=None)
+
+    def check_integrity(self) -> None:
+        """Asserts that no job is over and still known."""
+        assert all(_PREFIX in key and job.num_sent <= _num_blocks(job) for key, job in self._jobs.items())
+
+    def _wait_s(self, job: _Job) -> float:
+        if job.stream.room() > 0:
+            return 0.0
+        return max(0.001, job.last_progress + LEASE_S - self._clock())
+
+    def _begin(self, send: SendJob, stream: SendStream) -> None:
+        block_size = self._scheduler.config.block_size
+        request_id = _PREFIX + send.key
+        num_blocks = len(send.tokens) // (4 * block_size)
+        if self._refusal or not self._scheduler.config.enable_prefix_caching:
+            stream.end(self._refusal or "this replica keeps no prefixes")
+            return
+        if send.first >= num_blocks:
+            stream.end()
+            return
+        request = Request(
+            request_id=request_id,
+            prompt=send.tokens[: 4 * block_size * num_blocks],
+            sampling=SamplingParams(max_tokens=1),
+        )
+        try:
+            self._check(request)
+            prompt = self._scheduler.add_prefill(request)
+        except HeadraceError as error:
+            stream.end(error.message)
+            return
+        self._jobs[request_id] = _Job(prompt, stream, send.first, self._clock())
+
+    def _num_ready(self, job: _Job) -> int:
+        """Blocks that are computed and not sent."""
+        if job.prompt.status is not SequenceStatus.RUNNING:
+            return 0
+        computed = job.prompt.num_computed_tokens // self._scheduler.config.block_size
+        return max(0, computed - job.num_sent)
+
+    def _send(self, job: _Job, budget: int, now: float) -> int:
+        """Sends within the budget, in bytes, and the stream's room; returns how many bytes that were."""
+        prompt, stream = job.prompt, job.stream
+        if not prompt.caches_blocks:
+            self._end(job, "the replica's weights or kernels changed")
+            return 0
+        computed = prompt.num_computed_tokens == len(prompt.tokens)
+        if computed and not job.told_computed:
+            job.told_computed = True
+            stream.computed()
+        ready = self._num_ready(job)
+        affordable = max(0, -(-budget // self._block_bytes))
+        count = min(ready, affordable, stream.room())
+        if count:
+            first, last = job.num_sent, job.num_sent + count
+            payloads = self._read(prompt.block_table[first:last])
+            for index, payload in enumerate(payloads, first):
+                stream.send(index, prompt.block_ids[index], payload)
+            job.num_sent = last
+            self.num_sent_blocks += count
+            self.num_sent_bytes += count * self._block_bytes
+        if count or ready == 0 or affordable == 0:
+            job.last_progress = now
+        elif now > job.last_progress + LEASE_S:
+            self._end(job, f"the receiver took nothing for {LEASE_S:g} s")
+        if job.num_sent == _num_blocks(job):
+            self._end(job, "")
+        return count * self._block_bytes
+
+    def _end(self, job: _Job, reason: str) -> None:
+        if self._jobs.pop(job.prompt.request_id, None) is None:
+            return
+        job.stream.end(reason)
+        if job.prompt.status is SequenceStatus.RUNNING:
+            self._scheduler.finish(job.prompt)
+        elif job.prompt.status is not SequenceStatus.FINISHED:
+            self._scheduler.abort(job.prompt.request_id)
+
+
+def _num_blocks(job: _Job) -> int:
+    return len(job.prompt.block_ids)

@@ -37,11 +37,15 @@ _CANDIDATES = (64, 1024)
 
 @dataclass
 class SampledBatch:
-    """One token a row. ``invalid`` lists rows without any finite logit to draw from; their token is 0."""
+    """One token a row. ``invalid`` lists rows without any finite logit to draw from; their token is 0.
+
+    ``invalid_prompts`` sampled nothing, and what was computed for them is not finite.
+    """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     invalid: list[int] = field(default_factory=list)
+    invalid_prompts: list[Sequence] = field(default_factory=list)
 
     def extend(self, other: SampledBatch) -> None:
         """Appends another batch's rows."""

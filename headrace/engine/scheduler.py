@@ -32,7 +32,7 @@ from headrace.core.request import Request
 from headrace.engine.integrity import check_sequences
 from headrace.engine.prompt import max_length, prompt_identities
 from headrace.engine.schedule import Counters, Entry, Fills, Schedule, SchedulerConfig
-from headrace.engine.sequence import Sequence, SequenceStatus
+from headrace.engine.sequence import Sequence, SequenceStatus, insert_by_arrival
 from headrace.kvcache.block_pool import BlockPool
 
 # A fill may end early for want of blocks. It may be tried once more when its sequence is about to run.
@@ -79,6 +79,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Waiting, filling, preempted and held sequences."""
         return sum(map(len, self._sequences.values())) - len(self._running)
+
+    @property
+    def num_filling(self) -> int:
+        return len(self._filling)
 
     @property
     def num_in_line(self) -> int:
@@ -173,7 +177,7 @@ class Scheduler:
         else:
             num_tokens = len(self._hits(sequence)) * self.config.block_size
             self._queue(sequence, sequence.prompt_length - num_tokens)
-        _insert(self._waiting, sequence)
+        insert_by_arrival(self._waiting, sequence)
 
     def abort(self, request_id: str, sample_index: int | None = None) -> list[Sequence]:
         """Ends a request's samples, or one of them, wherever they are, and frees their blocks at once.
@@ -233,7 +237,7 @@ class Scheduler:
                 continue
             self._admit(sequence, hits)
             self._waiting.popleft()
-            _insert(running, sequence)
+            insert_by_arrival(running, sequence)
             if not sequence.num_preemptions:
                 admitted.append(sequence)
             budget = self._take(sequence, budget, ones, chunks)
@@ -284,9 +288,13 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached, as nobody may reuse it. Running sequences go on, but what they hold, and
         what is computed from it, is not cached any more."""
-        self.block_pool.reset()
+        self.forget_cached()
         for sequence in self._running:
             sequence.caches_blocks = False
+
+    def forget_cached(self) -> None:
+        """Forgets what is cached; what running sequences hold and compute can be found again later."""
+        self.block_pool.reset()
         for sequence in (*self._filling, *self._waiting):
             self._let_go(sequence)
 
@@ -428,7 +436,7 @@ class Scheduler:
         sequence.status = SequenceStatus.PREEMPTED
         self.counters.num_preemptions += 1
         self._queue(sequence, sequence.prompt_length)
-        _insert(self._waiting, sequence)
+        insert_by_arrival(self._waiting, sequence)
         return sequence
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
@@ -454,7 +462,7 @@ class Scheduler:
     def _let_wait(self, held: Sequence) -> None:
         held.status = SequenceStatus.WAITING
         self._queue(held, held.prompt_length - len(self._hits(held)) * self.config.block_size)
-        _insert(self._waiting, held)
+        insert_by_arrival(self._waiting, held)
 
     def _stop_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -480,17 +488,3 @@ class Scheduler:
             heir, *rest = sequence.followers
             heir.followers, sequence.followers = rest, []
             self._let_wait(heir)
-
-
-def _insert(line: list[Sequence] | deque[Sequence], sequence: Sequence) -> None:
-    """Puts a sequence where its arrival belongs. Whoever comes back is near the front of the waiting
-    line, whoever is admitted near the end of the running one: searched from there."""
-    if isinstance(line, list):
-        place = len(line)
-        while place and line[place - 1].arrival > sequence.arrival:
-            place -= 1
-    else:
-        place = 0
-        while place < len(line) and line[place].arrival < sequence.arrival:
-            place += 1
-    line.insert(place, sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections import deque
 from typing import Any
 
 from headrace.core.messages import FinishReason
@@ -149,3 +150,17 @@ class Sequence:
             f"Sequence({self.request_id}/{self.sample_index}, {self.status.value}, "
             f"{self.num_computed_tokens}/{self.num_tokens} computed, {len(self.block_table)} blocks)"
         )
+
+
+def insert_by_arrival(line: list[Sequence] | deque[Sequence], sequence: Sequence) -> None:
+    """Puts a sequence where its arrival belongs. Whoever comes back is near the front of the waiting
+    line, whoever is admitted near the end of the running one: searched from there."""
+    if isinstance(line, list):
+        place = len(line)
+        while place and line[place - 1].arrival > sequence.arrival:
+            place -= 1
+    else:
+        place = 0
+        while place < len(line) and line[place].arrival < sequence.arrival:
+            place += 1
+    line.insert(place, sequence)
