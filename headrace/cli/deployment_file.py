@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.cli.config_file import FileValue, entries, items
 from headrace.cli.flags import check_names, load_config
+from headrace.cli.roles import MAX_REPLICAS, alike, check_roles, counts_of_flags
 from headrace.core.deployment import (
     Deployment,
     Hardware,
@@ -21,10 +22,11 @@ from headrace.core.deployment import (
 )
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig, FleetConfig, GatewayConfig
+from headrace.core.routing import Role
 
-MAX_REPLICAS = 64
 # Replicas of one model answer the same request with the same tokens, and share the names of blocks.
 SAME_IN_A_MODEL = ("dtype", "quantization", "block_size")
+PARTS_OF_A_MODEL = ("served_model_name", "replicas", "prefill", "decode", "engine", "workers")
 
 
 class _Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,13 @@ class _Model(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Replica(msgspec.Struct, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(description="Its name in the fleet.", extra={"heat": "cold"})] = ""
+    role: Annotated[
+        Role,
+        msgspec.Meta(
+            description="prefill computes prompts for decode replicas; unified does both.",
+            extra={"heat": "cold"},
+        ),
+    ] = "unified"
     price_per_hour: Price = 0.0
     hardware: Hardware = ""
 
@@ -75,6 +84,10 @@ class _Taken:
             )
         self._first[name] = where
 
+    def where(self, name: str) -> str:
+        """File and line of its first use."""
+        return self._first[name]
+
 
 def deployment_of_flags(
     model: str | None, engine: EngineConfig, gateway: GatewayConfig, fleet: FleetConfig, default_model: str
@@ -83,7 +96,8 @@ def deployment_of_flags(
 
     Without a model beside worker URLs it has no name yet: its workers know it.
     """
-    replicas = fleet.replicas if fleet.replicas is not None else 0 if fleet.worker_urls else 1
+    counts = counts_of_flags(fleet)
+    replicas = sum(counts.values())
     if not replicas and not fleet.worker_urls:
         raise UsageError(
             "--replicas 0 leaves nothing to answer requests",
@@ -107,18 +121,16 @@ def deployment_of_flags(
                     api_key_env=fleet.worker_api_key_env or "",
                 )
             )
-    return Deployment(
-        models=[
-            ModelDeployment(
-                model=model or "",
-                names=[name] if name else [],
-                replicas=[ReplicaDeployment(id=f"replica-{i}", engine=engine) for i in range(replicas)],
-                workers=workers,
-                engine=engine,
-                chat_template=gateway.chat_template,
-            )
-        ]
+    deployment = ModelDeployment(
+        model=model or "",
+        names=[name] if name else [],
+        workers=workers,
+        engine=engine,
+        chat_template=gateway.chat_template,
     )
+    deployment = msgspec.structs.replace(deployment, replicas=alike(deployment, counts))
+    check_roles(deployment)
+    return Deployment(models=[deployment])
 
 
 def deployment_of_file(
@@ -142,7 +154,7 @@ def deployment_of_file(
 
 def _model(item: FileValue, sources: _Sources, names: _Taken, ids: _Taken, *, alone: bool) -> ModelDeployment:
     values = entries(item, "a model")
-    parts = {key: values.pop(key, None) for key in ("served_model_name", "replicas", "engine", "workers")}
+    parts = {key: values.pop(key, None) for key in PARTS_OF_A_MODEL}
     check_names([_Model], {}, values, also=parts)
     model = load_config(_Model, {}, {}, values)
     if not model.model:
@@ -157,22 +169,46 @@ def _model(item: FileValue, sources: _Sources, names: _Taken, ids: _Taken, *, al
     workers = (
         [_worker(worker, ids) for worker in items(parts["workers"], "workers")] if parts["workers"] else []
     )
-    replicas = _replicas(parts["replicas"], item, sources, own, prefix, ids, default=0 if workers else 1)
+    deployment = ModelDeployment(
+        model=model.model,
+        names=served,
+        workers=workers,
+        engine=engine,
+        replica_prefix=prefix,
+        chat_template=model.chat_template,
+    )
+    if parts["prefill"] is not None or parts["decode"] is not None:
+        replicas = _split(parts, deployment, ids)
+    else:
+        default = 0 if workers else 1
+        replicas = _replicas(parts["replicas"], item, sources, own, deployment, ids, default=default)
     if not replicas and not workers:
         _refuse(
             parts["replicas"] or item,
             f"{served[0]} has neither replicas nor workers",
             "give replicas: 1 or more, or name workers",
         )
-    return ModelDeployment(
-        model=model.model,
-        names=served,
-        replicas=replicas,
-        workers=workers,
-        engine=engine,
-        replica_prefix=prefix,
-        chat_template=model.chat_template,
-    )
+    deployment = msgspec.structs.replace(deployment, replicas=replicas)
+    check_roles(deployment, ids.where)
+    return deployment
+
+
+def _split(
+    parts: Mapping[str, FileValue | None], model: ModelDeployment, ids: _Taken
+) -> list[ReplicaDeployment]:
+    """``prefill: P`` and ``decode: D``: so many replicas of each role, alike but for it."""
+    given = {name: value for name in ("prefill", "decode") if (value := parts[name]) is not None}
+    if (both := parts["replicas"]) is not None:
+        _refuse(
+            both,
+            f"replicas excludes {' and '.join(given)}",
+            "leave it out, or list all under replicas: and give each its role:",
+        )
+    fleet = load_config(FleetConfig, {}, {}, given)
+    replicas = alike(model, {"prefill": fleet.prefill, "decode": fleet.decode})
+    for replica in replicas:
+        ids.add(replica.id, (given.get(replica.role) or next(iter(given.values()))).where)
+    return replicas
 
 
 def _served_names(value: FileValue | None) -> list[str]:
@@ -190,7 +226,7 @@ def _replicas(
     model: FileValue,
     sources: _Sources,
     own: Mapping[str, FileValue],
-    prefix: str,
+    deployment: ModelDeployment,
     ids: _Taken,
     *,
     default: int,
@@ -203,18 +239,20 @@ def _replicas(
                 f"replicas: expected a number from 0 to {MAX_REPLICAS} or a list, got {count}",
                 "a list gives each replica its own settings",
             )
-        named = [ReplicaDeployment(id=f"{prefix}{i}", engine=sources.engine(own)) for i in range(count)]
+        named = alike(deployment, {"unified": count})
         for replica in named:
             ids.add(replica.id, (value or model).where)
         return named
     replicas: list[ReplicaDeployment] = []
-    for index, item in enumerate(items(value, "replicas")):
+    for item in items(value, "replicas"):
         values = entries(item, "a replica")
         check_names([_Replica, EngineConfig], {}, values)
         settings = load_config(_Replica, {}, {}, values)
+        number = sum(other.role == settings.role for other in replicas)
         replica = ReplicaDeployment(
-            id=settings.id or f"{prefix}{index}",
+            id=settings.id or f"{deployment.prefix_of(settings.role)}{number}",
             engine=sources.engine(own, values),
+            role=settings.role,
             price_per_hour=settings.price_per_hour,
             hardware=settings.hardware,
         )
@@ -224,8 +262,8 @@ def _replicas(
             if getattr(first, name) != getattr(replica.engine, name):
                 _refuse(
                     values.get(name, item),
-                    f"{name} is {getattr(replica.engine, name)} here and {getattr(first, name)} in "
-                    f"{replicas[0].id}: replicas of one model must agree in it",
+                    f"{name} is {getattr(replica.engine, name)} in {replica.id} and {getattr(first, name)} "
+                    f"in {replicas[0].id}: replicas of one model must agree in it",
                     "set it under engine:, or make it a model of its own",
                 )
         replicas.append(replica)

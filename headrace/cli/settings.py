@@ -20,6 +20,8 @@ CONFIGS = (EngineConfig, GatewayConfig, RouterConfig, FleetConfig, LogConfig)
 # What a `models:` list says for each model instead.
 SAID_BY_MODELS = (
     "replicas",
+    "prefill",
+    "decode",
     "worker_urls",
     "overflow_urls",
     "worker_api_key_env",

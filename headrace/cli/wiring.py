@@ -17,6 +17,7 @@ from pathlib import Path
 
 from headrace.cli.announce import Throughput, curl_line, print_model
 from headrace.cli.console import Printer
+from headrace.cli.disk_space import disk_warnings
 from headrace.cli.front import Front, LocalFront, RouterLink
 from headrace.cli.prepare import Prepared, prepare
 from headrace.cli.settings import Settings
@@ -120,7 +121,8 @@ def _print_heading(settings: Settings, printer: Printer) -> None:
     printer.line(f"headrace {__version__}, {'model' if len(names) == 1 else 'models'} {', '.join(names)}")
     if changed := settings.changed():
         printer.line("set: " + ", ".join(changed))
-    for warning in settings.warnings:
+    engines = [replica.engine for model in settings.deployment.models for replica in model.replicas]
+    for warning in (*settings.warnings, *disk_warnings(engines)):
         printer.warning(warning)
 
 

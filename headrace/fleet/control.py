@@ -136,7 +136,7 @@ class ControlServer:
             report(line)
 
         if isinstance(request, Scale):
-            line = await self._supervisor.scale(request.model, request.replicas, tell)
+            line = await self._supervisor.scale(request.model, request.replicas, tell, request.role)
         else:
             line = await self._supervisor.reload(request.target, tell)
         log.info("%s", line)

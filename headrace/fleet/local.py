@@ -52,6 +52,9 @@ class LocalReplica(Child):
         self.spec = spec
 
     async def stop(self, grace_s: float) -> None:
-        """As for every child; a replica that is killed, or stopped as it loads, leaves its socket behind."""
+        """As for every child; a replica that is killed, or stopped as it loads, leaves its sockets behind."""
         await super().stop(grace_s)
         Path(self.spec.socket).unlink(missing_ok=True)
+        scheme, _, path = self.spec.kv_listen.partition(":")
+        if scheme == "unix":
+            Path(path).unlink(missing_ok=True)

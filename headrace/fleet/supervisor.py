@@ -29,12 +29,13 @@ from headrace.core.errors import (
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
+    UsageError,
 )
 from headrace.core.knobs import LogConfig
 from headrace.core.launch import MachineShare, ReplicaSpec
 from headrace.core.machine import available_memory
 from headrace.core.messages import Hello
-from headrace.core.routing import Endpoint, FleetStatus, ReplicaStatus
+from headrace.core.routing import Endpoint, FleetStatus, ReplicaStatus, Role
 from headrace.fleet.child import start_all, stop_all
 from headrace.fleet.greeting import greeting
 from headrace.fleet.local import LocalReplica
@@ -85,6 +86,10 @@ class _Place:
     @property
     def slot(self) -> str:
         return self.plan.id
+
+    @property
+    def role(self) -> Role:
+        return self.plan.role
 
     @property
     def replica_id(self) -> str:
@@ -160,25 +165,30 @@ class Supervisor:
         if places:
             await self._launch(places, len(places), on_loading)
 
-    async def scale(self, model: str, replicas: int, report: Report) -> str:
+    async def scale(self, model: str, replicas: int, report: Report, role: Role | None = None) -> str:
         """Brings the local replicas of a model (empty: the only one) to a number; the last ones leave first.
 
-        Raises what a new replica failed with; the fleet is then as it was.
+        ``role`` None: the only role that this model's replicas have. Raises what a new replica failed with;
+        the fleet is then as it was.
         """
         async with self._exclusive(report):
             chosen = self._model(model)
             if not 0 <= replicas <= MAX_REPLICAS:
                 raise InvalidRequestError(f"replicas must be in [0, {MAX_REPLICAS}], got {replicas}")
-            present = self._of_model(chosen)
+            role = role or self._only_role(chosen)
+            present = [managed for managed in self._of_model(chosen) if managed.place.role == role]
             missing = replicas - len(present)
             if missing > 0:
-                places = list(itertools.islice(self._free_places(chosen), missing))
+                places = list(itertools.islice(self._free_places(chosen, role), missing))
                 report(f"starting {', '.join(place.slot for place in places)}")
                 await self._launch(places, len(self._managed) + missing)
             elif missing < 0:
                 leaving = present[replicas:]
                 await asyncio.gather(*(self._retire(managed, report) for managed in leaving))
-            return f"{chosen.name} runs {_count(replicas, 'replica')} (before: {len(present)})"
+            for line in self._lonely(chosen):
+                report(line)
+            noun = "replica" if role == "unified" else f"{role} replica"
+            return f"{chosen.name} runs {_count(replicas, noun)} (before: {len(present)})"
 
     async def reload(self, target: str, report: Report) -> str:
         """Replaces the replicas of a model, or one replica, by new processes, one after the other.
@@ -242,6 +252,7 @@ class Supervisor:
             await start_all([managed.replica for managed in added])
             for managed in added:
                 managed.hello = await greeting(managed.replica.spec.socket)
+                self._check_exchange(managed, added)
             if self._stopping:
                 raise UnavailableError("the server is shutting down")
             for managed in added:
@@ -269,6 +280,8 @@ class Supervisor:
             revision=model.revision,
             socket=self._directory.socket(place.replica_id),
             engine=plan.engine,
+            role=plan.role,
+            kv_listen=self._kv_listen(place),
             share=share,
             logs=self._logs,
         )
@@ -277,6 +290,7 @@ class Supervisor:
             model=model.name,
             address=spec.socket,
             kind="headrace",
+            role=plan.role,
             hardware=plan.hardware,
             price_per_hour=plan.price_per_hour,
         )
@@ -291,6 +305,33 @@ class Supervisor:
         replica = LocalReplica(spec, on_loading=on_loading, on_restart=on_restart)
         managed = _Managed(place, replica, endpoint)
         return managed
+
+    def _kv_listen(self, place: _Place) -> str:
+        """Where a replica gives its blocks to others: whoever can compute prompts for decode replicas."""
+        engine = place.plan.engine
+        if place.role == "decode" or not engine.enable_prefix_caching:
+            return ""
+        if engine.kv_connector == "tcp":
+            return "tcp://127.0.0.1:0"
+        return "unix:" + self._directory.socket(f"{place.replica_id}-kv")
+
+    def _check_exchange(self, managed: _Managed, added: Sequence[_Managed]) -> None:
+        """Raises UsageError where one that gives blocks and one that takes them would not understand each
+        other, as their processes say themselves."""
+        hello = managed.hello
+        for other in [*self._of_model(managed.place.model), *added]:
+            if hello is None or other.hello is None or (other.place.role == managed.place.role):
+                continue
+            for what, ours, theirs in (
+                ("keeps blocks as", hello.kv_format, other.hello.kv_format),
+                ("names blocks after", hello.root_identity.hex()[:16], other.hello.root_identity.hex()[:16]),
+            ):
+                if ours != theirs:
+                    raise UsageError(
+                        f"{managed.id} ({managed.place.role}) {what} {ours}, {other.id} "
+                        f"({other.place.role}) {theirs}: they cannot exchange them",
+                        hint="give them the same weights, dtype, block_size and quantization",
+                    )
 
     def _change(self, managed: _Managed, **changes: object) -> None:
         """Tells the router what is new about a replica, if it knows it."""
@@ -392,13 +433,33 @@ class Supervisor:
         names = _names([*(model.name for model in self._models), *self._managed])
         raise NotFoundError(f"no model or replica {target!r} runs here; there are {names}")
 
-    def _free_places(self, model: LocalModel) -> Iterator[_Place]:
+    def _only_role(self, model: LocalModel) -> Role:
+        """The role of a model's replicas; InvalidRequestError where they have several."""
+        roles = {managed.place.role for managed in self._of_model(model)}
+        roles |= {plan.role for plan in model.deployment.replicas}
+        if len(roles) > 1:
+            error = InvalidRequestError(
+                f"{model.name} has {' and '.join(sorted(roles))} replicas: say which", param="role"
+            )
+            error.hint = f"add --role {sorted(roles)[0]}"
+            raise error
+        return roles.pop() if roles else "unified"
+
+    def _lonely(self, model: LocalModel) -> Iterator[str]:
+        """What a model's roles lack to be of use, in words."""
+        roles = {managed.place.role for managed in self._of_model(model)}
+        if roles == {"decode"}:
+            yield f"nothing prefills for {model.name} now: its decode replicas compute prompts themselves"
+        if roles == {"prefill"}:
+            yield f"{model.name} has no decode replica now: its prefill replicas do everything"
+
+    def _free_places(self, model: LocalModel, role: Role) -> Iterator[_Place]:
         """Where more replicas of a model can run, by the lowest numbers that are free."""
         taken = self._taken_names()
         for number in itertools.count():
-            name = f"{model.deployment.replica_prefix}{number}"
+            name = f"{model.deployment.prefix_of(role)}{number}"
             if name not in taken:
-                yield _Place(model, ReplicaDeployment(id=name, engine=model.deployment.engine))
+                yield _Place(model, ReplicaDeployment(id=name, engine=model.deployment.engine, role=role))
 
     def _next_place(self, place: _Place) -> _Place:
         """The same slot for the process that follows."""

@@ -34,7 +34,7 @@ class Waker:
             os.read(self._read, 4096)
         except BlockingIOError:
             return False
-        # Not before the read: the byte of one who comes in between would be lost, and with it all that follow.
+        # Not before the read: a byte that comes in between would be lost, and none would follow it.
         self._pending = False
         return True
 
