@@ -20,7 +20,7 @@ from headrace.kvcache.transfer import Block
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024  # a Fetch carries a prompt's tokens, 4 bytes each
 BACKLOG = 128
-_RECEIVE_BYTES = 256 * 1024
+_RECEIVE_BYTES = 64 * 1024
 _RECEIVES_A_TURN = 8  # so that one connection does not keep the others waiting
 _BUFFERS_A_WRITE = 32
 _LENGTH = struct.Struct("<I")

@@ -51,7 +51,8 @@ class FillSink(Protocol):
         from now on. Its identity, length and checksum have been checked."""
 
     def computed(self) -> None:
-        """The sender computes no more for this job: what is missing is only on its way (not from disk)."""
+        """The sender computes no more for this job: what is missing is only on its way. At most once; not
+        where the last block was there first, and not from disk."""
 
     def ended(self, reason: str = "") -> None:
         """Nothing follows. Empty: all blocks were delivered; else why not, in words."""
