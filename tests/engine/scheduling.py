@@ -26,7 +26,7 @@ def make_scheduler(
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
     )
-    return Scheduler(config, BlockPool(num_blocks, block_size), ROOT, [EOS])
+    return Scheduler(config, BlockPool(num_blocks, block_size, track_saved=True), ROOT, [EOS])
 
 
 def step(scheduler: Scheduler, token: int = 1) -> Schedule:
