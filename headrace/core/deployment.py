@@ -51,6 +51,9 @@ class WorkerDeployment(msgspec.Struct, frozen=True, kw_only=True):
     text_only: Annotated[bool, _field("Send it text even if it takes tokens.")] = False
     kv_events: Annotated[str, _field("ZeroMQ address of vLLM's KV events, such as tcp://10.0.0.5:5557.")] = ""
     kv_replay: Annotated[str, _field("ZeroMQ address that replays them.")] = ""
+    bootstrap_port: Annotated[
+        int, _field("Port at which decode servers meet a prefill server of SGLang's.", ge=0, le=65535)
+    ] = 0
     price_per_hour: Price = 0.0
     hardware: Hardware = ""
     max_in_flight: Annotated[
@@ -71,6 +74,7 @@ class WorkerDeployment(msgspec.Struct, frozen=True, kw_only=True):
             text_only=self.text_only or not has_tokenizer,
             kv_events=self.kv_events,
             kv_replay=self.kv_replay,
+            bootstrap_port=self.bootstrap_port,
             price_per_hour=self.price_per_hour,
             hardware=self.hardware,
             max_in_flight=self.max_in_flight,

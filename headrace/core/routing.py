@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.messages import Failed, Moves
+from headrace.core.messages import Failed, Moves, Timing
 
 Role = Literal["unified", "prefill", "decode"]
 EngineKind = Literal["headrace", "vllm", "sglang", "tensorrt-llm", "llama-server", "openai"]
@@ -30,8 +30,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``kind`` None: to be recognised. ``model`` is the name that Headrace serves it under, ``remote_model``
     what the server calls it. ``max_in_flight`` 0: what it says of itself. ``overflow``: used only while
     the others are full. ``kv_events`` and ``kv_replay`` are ZeroMQ addresses of vLLM's event publisher.
-    ``api_key_env`` names the environment variable that holds the server's key. ``draining``: takes
-    nothing new; ``hand_over``: what runs there moves to others now.
+    ``bootstrap_port`` is where a prefill server of SGLang's is met by decode servers. ``api_key_env`` names
+    the environment variable that holds the server's key. ``draining``: takes nothing new; ``hand_over``:
+    what runs there moves to others now.
     """
 
     replica_id: str
@@ -47,6 +48,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text_only: bool = False
     kv_events: str = ""
     kv_replay: str = ""
+    bootstrap_port: int = 0
     api_key_env: str = ""
     draining: bool = False
     hand_over: bool = False
@@ -107,6 +109,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``block_ids`` are the packed 32-byte identities of the prompt's full blocks; for a request that is text
     only, of its text's chunks (``text_only``; ``num_prompt_tokens`` is then an estimate). ``caller_id`` is
     the id that the caller knows. ``exclude`` names replicas that failed it, ``attempt`` counts from 0.
+    ``whole``: all of its prompt must be computed where it is answered.
     """
 
     request_id: str
@@ -123,6 +126,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline: float | None = None
     attempt: int = 0
     exclude: list[str] = []
+    whole: bool = False
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -165,23 +169,26 @@ class Place(msgspec.Struct, frozen=True, tag="place"):
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
-    """The first token arrived ``ttft_s`` after the placement."""
+    """The first token arrived ``ttft_s`` after the placement; ``timing`` where the replica tells it."""
 
     request_id: str
     ttft_s: float
     num_cached_tokens: int
+    timing: Timing | None = None
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """Ends a lease, or a wait for one; exactly once for every Place that was not refused.
 
-    ``num_output_tokens`` were received over ``decode_s`` seconds after the first.
+    ``num_output_tokens`` were received over ``decode_s`` seconds after the first. ``prefill_outcome``: what
+    became of the prefill side of a pair, where the gateway has seen it fail.
     """
 
     request_id: str
     outcome: Outcome
     num_output_tokens: int = 0
     decode_s: float = 0.0
+    prefill_outcome: Outcome | None = None
 
 
 class SetEndpoint(msgspec.Struct, frozen=True, tag="set_endpoint"):
@@ -246,8 +253,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
-    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Tokens, prefix hits and
-    ``moves`` are counted by its present process.
+    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Of those placed here,
+    the prompts of ``num_split`` were computed by another replica, and of ``num_unsplit`` here although there
+    was one. Tokens, prefix hits and ``moves`` are counted by its present process.
     """
 
     member: Member
@@ -265,6 +273,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_placed: int = 0
     num_faults: int = 0
     num_rescued: int = 0
+    num_split: int = 0
+    num_unsplit: int = 0
     breaker: BreakerState = "closed"
     num_indexed_blocks: int = 0
     num_index_resets: int = 0
@@ -283,12 +293,18 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was left out."""
+    """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was left out.
+
+    Of the prompt, ``num_cached_tokens`` are in its memory and ``num_filled_tokens`` would be brought there from
+    disk or from a prefill replica, in ``fill_s`` seconds.
+    """
 
     replica_id: str
     score: float = 0.0
     ttft_s: float = 0.0
     num_cached_tokens: int = 0
+    num_filled_tokens: int = 0
+    fill_s: float = 0.0
     num_queued_tokens: int = 0
     num_in_flight: int = 0
     num_running: int = 0
@@ -297,7 +313,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one placement of a request was decided, and what became of it. ``at`` is Unix time."""
+    """How one placement of a request was decided, and what became of it. ``at`` is Unix time.
+
+    ``prefill_replica`` computes the prompt for the chosen one; ``split`` says in words why, or why not (empty:
+    there was no choice). ``num_fetched_tokens``, ``num_disk_tokens`` and ``fill_s`` are what came of it.
+    """
 
     request_id: str
     caller_id: str
@@ -313,6 +333,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_s: float | None = None
     num_cached_tokens: int | None = None
     outcome: Outcome | None = None
+    prefill_replica: str = ""
+    split: str = ""
+    num_fetched_tokens: int | None = None
+    num_disk_tokens: int | None = None
+    fill_s: float | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):

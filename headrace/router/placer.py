@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.core.errors import EngineError, HeadraceError, UnavailableError
 from headrace.core.knobs import RouterConfig
-from headrace.core.messages import CacheEvent, CacheSnapshot, Stats
+from headrace.core.messages import CacheEvent, CacheSnapshot, Stats, Timing
 from headrace.core.routing import (
     Capabilities,
     Decision,
@@ -30,6 +30,7 @@ from headrace.core.routing import (
     Placement,
     Route,
 )
+from headrace.router.kv_traits import KvTraits
 from headrace.router.replica_client import ReplicaClient
 from headrace.router.router import Router
 from headrace.router.worker import is_ours
@@ -64,13 +65,20 @@ class Placer(Protocol):
     def place(self, route: Route, waiter: Waiter) -> None:
         """Asks for a lease on a replica. Unless refused, it ends with one ``release``."""
 
-    def began(self, request_id: str, ttft_s: float, num_cached_tokens: int) -> None:
+    def began(
+        self, request_id: str, ttft_s: float, num_cached_tokens: int, timing: Timing | None = None
+    ) -> None:
         """The first token came ``ttft_s`` seconds after the placement."""
 
     def release(
-        self, request_id: str, outcome: Outcome, num_output_tokens: int = 0, decode_s: float = 0.0
+        self,
+        request_id: str,
+        outcome: Outcome,
+        num_output_tokens: int = 0,
+        decode_s: float = 0.0,
+        prefill_outcome: Outcome | None = None,
     ) -> None:
-        """Ends a lease, or the wait for one."""
+        """Ends a lease, or the wait for one; see ``core.routing.Release``."""
 
     def watch(self, listener: FleetListener) -> None:
         """Tells ``listener`` of the fleet from now on, at once as far as it is known."""
@@ -178,16 +186,24 @@ class LocalPlacer:
         """A placement that runs since before this router did."""
         self.router.adopt(lease, self._clock())
 
-    def began(self, request_id: str, ttft_s: float, num_cached_tokens: int) -> None:
+    def began(
+        self, request_id: str, ttft_s: float, num_cached_tokens: int, timing: Timing | None = None
+    ) -> None:
         """See Placer."""
-        self.router.began(request_id, ttft_s, num_cached_tokens, self._clock())
+        self.router.began(request_id, ttft_s, num_cached_tokens, self._clock(), timing)
 
     def release(
-        self, request_id: str, outcome: Outcome, num_output_tokens: int = 0, decode_s: float = 0.0
+        self,
+        request_id: str,
+        outcome: Outcome,
+        num_output_tokens: int = 0,
+        decode_s: float = 0.0,
+        prefill_outcome: Outcome | None = None,
     ) -> None:
         """See Placer."""
         self._waiters.pop(request_id, None)
-        self.router.release(request_id, outcome, num_output_tokens, decode_s, self._clock())
+        now = self._clock()
+        self.router.release(request_id, outcome, num_output_tokens, decode_s, now, prefill_outcome)
         if self._waiters:
             self._wake()
 
@@ -305,6 +321,7 @@ class LocalPlacer:
         num_blocks: int,
         block_size: int,
         hardware: str,
+        kv: KvTraits = KvTraits(),
     ) -> None:
         """A replica is connected, or another process of it."""
         if replica_id not in self._endpoints:
@@ -318,6 +335,7 @@ class LocalPlacer:
             num_blocks=num_blocks,
             block_size=block_size,
             hardware=hardware,
+            kv=kv,
             now=self._clock(),
         )
         self._log.info("replica %s is up", replica_id)

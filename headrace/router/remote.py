@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from headrace.core.errors import OverloadedError, UnavailableError
 from headrace.core.knobs import RouterConfig
+from headrace.core.messages import Timing
 from headrace.core.routing import (
     Answer,
     Ask,
@@ -132,20 +133,27 @@ class RemotePlacer:
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
-    def began(self, request_id: str, ttft_s: float, num_cached_tokens: int) -> None:
+    def began(
+        self, request_id: str, ttft_s: float, num_cached_tokens: int, timing: Timing | None = None
+    ) -> None:
         """See Placer."""
         lease = self._leases.get(request_id)
         if lease is not None:
             self._leases[request_id] = replace(lease, began=True)
-            self._send(Began(request_id, ttft_s, num_cached_tokens))
+            self._send(Began(request_id, ttft_s, num_cached_tokens, timing))
 
     def release(
-        self, request_id: str, outcome: Outcome, num_output_tokens: int = 0, decode_s: float = 0.0
+        self,
+        request_id: str,
+        outcome: Outcome,
+        num_output_tokens: int = 0,
+        decode_s: float = 0.0,
+        prefill_outcome: Outcome | None = None,
     ) -> None:
         """See Placer."""
         if self._leases.pop(request_id, None) is None and self._waiting.pop(request_id, None) is None:
             return
-        self._send(Release(request_id, outcome, num_output_tokens, decode_s))
+        self._send(Release(request_id, outcome, num_output_tokens, decode_s, prefill_outcome))
 
     def _sweep(self) -> None:
         """Refuses what has waited so long that a router that is there would have refused it."""

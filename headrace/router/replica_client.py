@@ -42,6 +42,7 @@ from headrace.core.request import Request
 from headrace.core.routing import Capabilities, ModelInfo, Outcome
 from headrace.core.version import __version__
 from headrace.core.wire import encode_frame, gateway_decoder
+from headrace.router.kv_traits import traits_of_hello
 from headrace.router.link import Link, stay_connected
 from headrace.router.worker import Receiver
 
@@ -323,6 +324,7 @@ class ReplicaClient:
                 num_blocks=hello.num_blocks,
                 block_size=hello.block_size,
                 hardware=hello.hardware,
+                kv=traits_of_hello(hello),
             )
             self.subscribe()
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from headrace.core.errors import HeadraceError
 from headrace.core.knobs import RouterConfig
-from headrace.core.messages import CacheEvent, CacheSnapshot, Stats
+from headrace.core.messages import CacheEvent, CacheSnapshot, Stats, Timing
 from headrace.core.routing import (
     Capabilities,
     Decision,
@@ -31,6 +31,7 @@ from headrace.core.routing import (
 )
 from headrace.router.cache_feed import CacheFeed
 from headrace.router.decisions import Decisions, Entry
+from headrace.router.kv_traits import KvTraits
 from headrace.router.policies import make_policy
 from headrace.router.policies.base import RouteView
 from headrace.router.prefix_index import PrefixIndex, keys_of
@@ -105,6 +106,7 @@ class Router:
         block_size: int,
         hardware: str,
         now: float,
+        kv: KvTraits = KvTraits(),
     ) -> None:
         """A replica is connected and has said what it is; 0 for numbers that it does not tell."""
         replica = self._registry.get(replica_id)
@@ -231,7 +233,14 @@ class Router:
         else:
             self._orphans.setdefault(lease.placement.replica_id, []).append(opened)
 
-    def began(self, request_id: str, ttft_s: float, num_cached_tokens: int, now: float) -> None:
+    def began(
+        self,
+        request_id: str,
+        ttft_s: float,
+        num_cached_tokens: int,
+        now: float,
+        timing: Timing | None = None,
+    ) -> None:
         """The first token arrived ``ttft_s`` after the placement; unknown ids are ignored."""
         lease = self._leases.get(request_id)
         if lease is None or lease.began:
@@ -260,6 +269,7 @@ class Router:
         num_output_tokens: int,
         decode_s: float,
         now: float,
+        prefill_outcome: Outcome | None = None,
     ) -> None:
         """Ends a lease, or a wait for one; unknown ids are ignored."""
         lease = self._leases.pop(request_id, None)

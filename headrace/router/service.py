@@ -126,7 +126,9 @@ class RouterService:
             self._place(peer, message.route)
         elif type(message) is Began:
             if message.request_id in peer.held:
-                self.placer.began(message.request_id, message.ttft_s, message.num_cached_tokens)
+                self.placer.began(
+                    message.request_id, message.ttft_s, message.num_cached_tokens, message.timing
+                )
         elif type(message) is Release:
             self._release(message.request_id, peer, message)
         elif type(message) is Attach:
@@ -190,7 +192,13 @@ class RouterService:
         if message is None:
             self.placer.release(request_id, "aborted")
         else:
-            self.placer.release(request_id, message.outcome, message.num_output_tokens, message.decode_s)
+            self.placer.release(
+                request_id,
+                message.outcome,
+                message.num_output_tokens,
+                message.decode_s,
+                message.prefill_outcome,
+            )
 
     def disown(self, request_id: str, peer: _Peer) -> None:
         """A request has ended as far as the router is concerned."""
