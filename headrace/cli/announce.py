@@ -52,6 +52,7 @@ def _choices(hello: Hello) -> list[str]:
         f"memory: weights {gib(hello.weights_bytes)}, KV cache up to {gib(hello.kv_bytes)}",
         f"KV cache: {tokens:,} tokens, {tokens / hello.max_model_len:.1f} requests of max length "
         f"({hello.max_model_len:,}); loaded as {hello.dtype} on {hello.device}",
+        *([f"role {hello.role}"] if hello.role != "unified" else []),
     ]
 
 

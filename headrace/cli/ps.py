@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.cli.control_client import ANSWER_TIMEOUT_S, add_port, ask
 from headrace.core.control import Ps, PsReply
+from headrace.core.messages import Moves
 from headrace.core.routing import FleetStatus, ReplicaStatus
 
 # A table that is piped somewhere is not folded.
@@ -32,6 +33,8 @@ COLUMNS = (
     "restarts",
 )
 NUM_TEXT_COLUMNS = 4
+# Where blocks move between replicas or to disk; counted in blocks.
+TIER_COLUMNS = ("role", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
 UNKNOWN = "-"
 
 
@@ -59,10 +62,13 @@ def _print(status: FleetStatus) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if index < NUM_TEXT_COLUMNS else "right", overflow="fold")
+    tiers = any(one.moves is not None or one.member.endpoint.role != "unified" for one in status.replicas)
+    for index, name in enumerate((*COLUMNS, *(TIER_COLUMNS if tiers else ()))):
+        left = index < NUM_TEXT_COLUMNS or index == len(COLUMNS)
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     for replica in status.replicas:
-        table.add_row(*cells(replica), style=None if replica.member.state == "ready" else "yellow")
+        row = [*cells(replica), *(tier_cells(replica) if tiers else ())]
+        table.add_row(*row, style=None if replica.member.state == "ready" else "yellow")
     console.print(table)
     gateways = f", gateways: {', '.join(status.gateways)}" if status.gateways else ""
     console.print(
@@ -95,6 +101,21 @@ def cells(replica: ReplicaStatus) -> list[str]:
         replica.breaker,
         str(endpoint.num_restarts),
     ]
+
+
+def tier_cells(replica: ReplicaStatus) -> list[str]:
+    """The rest of its row, in the order of TIER_COLUMNS."""
+    moves = replica.moves or Moves()
+    counts = (
+        moves.num_filling,
+        moves.fetched_blocks,
+        moves.sent_blocks,
+        moves.disk_blocks,
+        moves.disk_hit_blocks,
+        moves.damaged_blocks,
+    )
+    known = replica.moves is not None
+    return [replica.member.endpoint.role, *(f"{count:,}" if known else UNKNOWN for count in counts)]
 
 
 def notes(status: FleetStatus) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.core.messages import Moves
 from headrace.core.routing import FleetStatus, ReplicaStatus
 from headrace.gateway.metrics import PREFIX
 
@@ -39,6 +40,31 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
     ),
 )
 
+_MOVES_GAUGES: tuple[tuple[str, str, Callable[[Moves], float]], ...] = (
+    ("num_requests_filling", "Sequences that wait for blocks from elsewhere.", lambda one: one.num_filling),
+    ("kv_disk_blocks", "Blocks on disk that it can use.", lambda one: one.disk_blocks),
+    ("kv_disk_bytes", "Bytes of the disk tier, of all who share it.", lambda one: one.disk_bytes),
+)
+_MOVES_COUNTERS: tuple[tuple[str, str, Callable[[Moves], float]], ...] = (
+    ("kv_fetched_blocks", "Blocks from prefill replicas.", lambda one: one.fetched_blocks),
+    ("kv_fetched_bytes", "Their bytes.", lambda one: one.fetched_bytes),
+    ("kv_fetch_seconds", "Time with a transfer open.", lambda one: one.fetch_s),
+    ("kv_fetch_overlap_seconds", "Of it, while the sender still computed.", lambda one: one.fetch_overlap_s),
+    ("kv_fetches_failed", "Transfers that ended early.", lambda one: one.failed_fetches),
+    ("kv_sent_blocks", "Blocks to decode replicas.", lambda one: one.sent_blocks),
+    ("kv_sent_bytes", "Their bytes.", lambda one: one.sent_bytes),
+    ("kv_disk_hit_blocks", "Blocks from disk.", lambda one: one.disk_hit_blocks),
+    ("kv_disk_read_bytes", "Bytes read from disk.", lambda one: one.disk_read_bytes),
+    ("kv_disk_read_seconds", "Time of reading them.", lambda one: one.disk_read_s),
+    ("kv_disk_written_bytes", "Bytes written to disk.", lambda one: one.disk_written_bytes),
+    (
+        "kv_disk_refused_blocks",
+        "Blocks that the disk tier did not take.",
+        lambda one: one.disk_refused_blocks,
+    ),
+    ("kv_damaged_blocks", "Blocks dropped as a check failed.", lambda one: one.damaged_blocks),
+)
+
 
 def fleet_families(status: FleetStatus, names: Mapping[str, str]) -> Iterable[Metric]:
     """Families of a fleet; ``names`` gives the reported name of a model."""
@@ -57,5 +83,26 @@ def fleet_families(status: FleetStatus, names: Mapping[str, str]) -> Iterable[Me
     for name, text, read in _COUNTERS:
         counter = CounterMetricFamily(PREFIX + name, text, labels=_LABELS)
         for label, one in zip(labels, status.replicas, strict=True):
+            counter.add_metric(label, float(read(one)))
+        yield counter
+    moves = [
+        (label, one.moves)
+        for label, one in zip(labels, status.replicas, strict=True)
+        if one.moves is not None
+    ]
+    if moves:
+        yield from _moves_families(moves)
+
+
+def _moves_families(moves: list[tuple[list[str], Moves]]) -> Iterable[Metric]:
+    """What moved, of those where something did or a tier is open."""
+    for name, text, read in _MOVES_GAUGES:
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=_LABELS)
+        for label, one in moves:
+            gauge.add_metric(label, float(read(one)))
+        yield gauge
+    for name, text, read in _MOVES_COUNTERS:
+        counter = CounterMetricFamily(PREFIX + name, text, labels=_LABELS)
+        for label, one in moves:
             counter.add_metric(label, float(read(one)))
         yield counter

@@ -1,11 +1,13 @@
 """Where an answer's time went: parts that add up to the whole, in milliseconds.
 
-    arrival ─ text ─ submitted ─ route ─ placed ─ engine_queue ─ prefill ─ first token ─ decode ─ last token
-                                                └──────────── network ────────────┘
+    arrival ─ text ─ submitted ─ route ─ placed ─ engine_queue ─ fill ─ prefill ─ first token ─ decode ─ last
+                                                └──────────────── network ───────────────┘           token
 
+``fill`` is the wait for blocks from a prefill replica or from disk, in place of computing them.
 ``network`` is what the other parts leave of the total: sockets, and whatever no part claims. A request
 that was rescued before its first token has the lost attempts in ``route``; a pause in mid-stream is part
-of ``decode``. With several prompts it tells of the one that ended last.
+of ``decode``. With several prompts it tells of the one that ended last. Of the prompt's tokens, those
+``cached`` (``from_disk`` counts among them), ``fetched`` from a prefill replica and ``computed`` are all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.gateway.generation import Generation
 
-PARTS = ("text", "route", "engine_queue", "prefill", "decode", "network")
+PARTS = ("text", "route", "engine_queue", "fill", "prefill", "decode", "network")
+_INSIDE = ("engine_queue", "fill", "prefill")  # by the replica's clock, between placement and first token
 
 
 def receipt_of(generation: Generation) -> dict[str, Any]:
@@ -26,12 +29,15 @@ def receipt_of(generation: Generation) -> dict[str, Any]:
     placement, timing = flight.placement, flight.timing
     prompt, cached = generation.num_prompt_tokens, generation.num_cached_tokens
     flights = list(generation.flights.values())
+    timings = [each.timing for each in flights if each.timing is not None]
+    fetched = sum([each.num_fetched_tokens for each in timings])
     parts = waterfall(
         generation.arrival,
         text_s=generation.text_s,
         route_s=first.placed_at - generation.submitted_at,
         before_s=first.at - first.placed_at,
         queue_s=timing.queue_s if timing is not None else 0.0,
+        fill_s=timing.fill_s if timing is not None else 0.0,
         prefill_s=timing.prefill_s if timing is not None else 0.0,
         decode_s=last.last_at - first.at,
         end=last.last_at,
@@ -39,12 +45,15 @@ def receipt_of(generation: Generation) -> dict[str, Any]:
     return {
         "request_id": generation.caller_id,
         "replica": placement.replica_id if placement is not None else None,
+        "prefill_replica": (first.placement.prefill_replica or None) if first.placement is not None else None,
         "attempts": max([each.attempt for each in flights]) + 1,
         "rescues": sum([each.num_rescues for each in flights]),
         "tokens": {
             "prompt": prompt,
             "cached": cached,
-            "computed": prompt - cached,
+            "from_disk": sum([each.num_disk_tokens for each in timings]),
+            "fetched": fetched,
+            "computed": prompt - cached - fetched,
             "output": sum([sample.num_tokens for sample in generation.samples]),
         },
         "ttft_ms": {
@@ -62,6 +71,7 @@ def waterfall(
     route_s: float,
     before_s: float,
     queue_s: float,
+    fill_s: float,
     prefill_s: float,
     decode_s: float,
     end: float,
@@ -75,14 +85,15 @@ def waterfall(
         ("route", route_s),
         ("decode", decode_s),
         ("engine_queue", queue_s),
+        ("fill", fill_s),
         ("prefill", prefill_s),
     ):
         room = left
-        if name in ("engine_queue", "prefill"):  # another machine's clock
+        if name in _INSIDE:
             room = min(left, inside)
         parts[name] = min(_micros(seconds), room)
         left -= parts[name]
-        if name in ("engine_queue", "prefill"):
+        if name in _INSIDE:
             inside -= parts[name]
     parts["network"] = left
     return {name: value / 1000 for name, value in (*parts.items(), ("total", total))}

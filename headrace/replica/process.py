@@ -363,7 +363,7 @@ class ReplicaProcess:
         for sock in (self._listener, self._signal_read, self._signal_write):
             sock.close()
         Path(self._spec.socket).unlink(missing_ok=True)
+        self._engine.close()  # what it has just given the server goes out meanwhile
         if self._block_server is not None:
             self._block_server.close()
-        self._engine.close()
         self._waker.close()

@@ -27,7 +27,7 @@ from headrace.core.control import (
     control_path,
 )
 from headrace.core.errors import InsufficientMemoryError, NotFoundError, UsageError
-from headrace.core.routing import Decision, FleetStatus
+from headrace.core.routing import Decision, FleetStatus, Role
 from headrace.core.wire import FrameDecoder, encode_frame
 from headrace.fleet import control
 from headrace.fleet.control import ControlServer, claim
@@ -54,13 +54,15 @@ class FakeSupervisor:
         self.go_on = asyncio.Event()
         self.lines = 1
 
-    async def scale(self, model: str, replicas: int, report: Callable[[str], None]) -> str:
+    async def scale(
+        self, model: str, replicas: int, report: Callable[[str], None], role: Role | None = None
+    ) -> str:
         for _ in range(self.lines):
             report("starting" + " " * (1000 if self.lines > 1 else 0))
         await self.go_on.wait()
         if replicas > 9:
             raise InsufficientMemoryError("needs 9 GiB", hint="lower it")
-        self.done.append(f"{model} {replicas}")
+        self.done.append(f"{model} {replicas}" if role is None else f"{model} {replicas} {role}")
         return "scaled"
 
     async def reload(self, target: str, report: Callable[[str], None]) -> str:
@@ -116,8 +118,9 @@ async def test_every_request_has_its_answer(stack: Stack) -> None:
     assert await stack.ask(Why("known")) == [WhyReply([DECISION])]
     stack.supervisor.go_on.set()
     assert await stack.ask(Scale(2, "m")) == [Progress("starting"), Done("scaled")]
+    assert await stack.ask(Scale(1, "m", "prefill")) == [Progress("starting"), Done("scaled")]
     assert await stack.ask(Reload("r")) == [Done("reloaded")]
-    assert stack.supervisor.done == ["m 2", "r"]
+    assert stack.supervisor.done == ["m 2", "m 1 prefill", "r"]
 
 
 async def test_refusals_keep_their_kind_and_hint(stack: Stack) -> None:

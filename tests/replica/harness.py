@@ -17,6 +17,7 @@ from headrace.core.knobs import EngineConfig, LogConfig
 from headrace.core.launch import ReplicaSpec
 from headrace.core.messages import Abort, Failed, Health, Hello, Output, Probe, Step, Submit, Subscribe
 from headrace.core.request import Request, SamplingParams, pack_tokens
+from headrace.core.routing import Role
 from headrace.core.wire import encode_frame, gateway_decoder
 
 PATIENCE_S = 120.0  # a bound for a loaded machine; nothing here normally takes a second
@@ -32,10 +33,15 @@ class Replica:
         *,
         module: str = "headrace.replica",
         logs: LogConfig | None = None,
+        role: Role = "unified",
+        kv_listen: str = "",
         **knobs: Any,
     ) -> None:
+        """``kv_listen``: ``unix`` is a socket beside its own."""
         engine = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 500, "block_size": 4}
         self.socket = directory / "private" / "replica.sock"
+        if kv_listen == "unix":
+            kv_listen = f"unix:{directory}/private/kv.sock"
         spec = ReplicaSpec(
             replica_id="r0",
             model="tiny",
@@ -44,6 +50,8 @@ class Replica:
             socket=str(self.socket),
             engine=EngineConfig(**{**engine, "kv_cache_gib": 0.01, "max_num_seqs": 8, **knobs}),
             logs=logs or LogConfig(),
+            role=role,
+            kv_listen=kv_listen,
         )
         self.process = start(module)
         assert self.process.stdin is not None
@@ -97,9 +105,12 @@ class Peer:
     def send(self, *messages: Any) -> None:
         self.sock.sendall(b"".join(encode_frame(message) for message in messages))
 
-    def submit(self, request_id: str, prompt: list[int], **params: Any) -> None:
+    def submit(self, request_id: str, prompt: list[int], *, prefill_from: str = "", **params: Any) -> None:
         sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, "ignore_eos": True, **params})
-        self.send(Submit(Request(request_id=request_id, prompt=pack_tokens(prompt), sampling=sampling)))
+        request = Request(
+            request_id=request_id, prompt=pack_tokens(prompt), sampling=sampling, prefill_from=prefill_from
+        )
+        self.send(Submit(request))
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:
         self.send(Abort(request_id, sample_index))
