@@ -33,8 +33,8 @@ COLUMNS = (
     "restarts",
 )
 NUM_TEXT_COLUMNS = 4
-# Where blocks move between replicas or to disk; counted in blocks.
-TIER_COLUMNS = ("role", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
+# Where blocks move between replicas or to disk; counted in blocks, but for requests split and filling.
+TIER_COLUMNS = ("role", "split", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
 UNKNOWN = "-"
 
 
@@ -115,7 +115,11 @@ def tier_cells(replica: ReplicaStatus) -> list[str]:
         moves.damaged_blocks,
     )
     known = replica.moves is not None
-    return [replica.member.endpoint.role, *(f"{count:,}" if known else UNKNOWN for count in counts)]
+    return [
+        replica.member.endpoint.role,
+        f"{replica.num_split:,}",
+        *(f"{count:,}" if known else UNKNOWN for count in counts),
+    ]
 
 
 def notes(status: FleetStatus) -> list[str]:

@@ -14,7 +14,8 @@ from headrace.core.control import Why, WhyReply
 from headrace.core.errors import NotFoundError
 from headrace.core.routing import Candidate, Decision
 
-COLUMNS = ("replica", "score", "TTFT ms", "cached", "queued tokens", "in flight", "running", "KV %", "")
+COLUMNS = ("replica", "score", "TTFT ms", "cached", "filled", "fill ms", "queued tokens", "in flight",
+           "running", "KV %", "")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +66,12 @@ def heading(decision: Decision) -> str:
     """Which request it was, when, and what was chosen for it."""
     at = time.strftime("%H:%M:%S", time.localtime(decision.at))
     again = f", attempt {decision.attempt + 1}" if decision.attempt else ""
+    by = f", its prompt computed by {decision.prefill_replica}" if decision.prefill_replica else ""
+    split = f"\n{decision.split}" if decision.split else ""
     return (
         f"{decision.caller_id or decision.request_id} ({decision.request_id}): {decision.model}, "
         f"{decision.num_prompt_tokens:,} prompt tokens, at {at}{again}\n"
-        f"{decision.policy} chose {decision.chosen}: {decision.reason}"
+        f"{decision.policy} chose {decision.chosen}{by}: {decision.reason}{split}"
     )
 
 
@@ -81,6 +84,8 @@ def cells(candidate: Candidate, *, chosen: bool) -> list[str]:
         f"{candidate.score:.4g}",
         f"{1000 * candidate.ttft_s:,.1f}",
         f"{candidate.num_cached_tokens:,}",
+        f"{candidate.num_filled_tokens:,}",
+        f"{1000 * candidate.fill_s:,.1f}",
         f"{candidate.num_queued_tokens:,}",
         str(candidate.num_in_flight),
         str(candidate.num_running),
@@ -101,5 +106,11 @@ def ending(decision: Decision) -> str:
         words.append(f"{decision.num_cached_tokens:,} tokens from the cache")
         if predicted is not None:
             words[-1] += f" (predicted {predicted.num_cached_tokens:,})"
+    if decision.num_disk_tokens:
+        words.append(f"{decision.num_disk_tokens:,} of them from disk")
+    if decision.num_fetched_tokens:
+        words.append(f"{decision.num_fetched_tokens:,} tokens fetched from {decision.prefill_replica}")
+    if decision.fill_s:
+        words.append(f"waited {1000 * decision.fill_s:,.0f} ms for blocks")
     words.append(decision.outcome.replace("_", " ") if decision.outcome else "still running")
     return ", ".join(words)

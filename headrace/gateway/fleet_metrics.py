@@ -31,6 +31,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found there.", lambda one: one.prefix_cache_hits),
     ("replica_placements", "Requests placed there.", lambda one: one.num_placed),
     ("replica_faults", "Requests that it failed.", lambda one: one.num_faults),
+    ("replica_splits", "Requests whose prompt another replica computed.", lambda one: one.num_split),
+    ("replica_unsplit", "Requests not split, though they could be.", lambda one: one.num_unsplit),
     ("replica_rescued", "Requests that moved away in mid-stream.", lambda one: one.num_rescued),
     ("replica_restarts", "Restarts of its process.", lambda one: one.member.endpoint.num_restarts),
     (

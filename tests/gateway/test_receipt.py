@@ -36,7 +36,16 @@ def test_whole_answers(stack, path):
     assert (receipt["attempts"], receipt["rescues"]) == (1, 0)
     prompt = stack.replica.requests[0].num_prompt_tokens
     output = answer["usage"]["completion_tokens"]
-    assert receipt["tokens"] == {"prompt": prompt, "cached": 3, "computed": prompt - 3, "output": output}
+    assert receipt["tokens"] == {
+        "prompt": prompt,
+        "cached": 3,
+        "from_disk": 0,
+        "fetched": 0,
+        "computed": prompt - 3,
+        "output": output,
+    }
+    assert receipt["prefill_replica"] is None
+    assert receipt["waterfall_ms"]["fill"] == 0
     assert receipt["waterfall_ms"]["prefill"] == 0.1
     assert receipt["waterfall_ms"]["decode"] > 0
     assert receipt["ttft_ms"]["actual"] > 0
@@ -83,14 +92,30 @@ def test_after_a_rescue(tokenizer, tmp_path, die_after):
         assert receipt["tokens"]["output"] == 5
 
 
-@given(*[SECONDS] * 6, st.floats(min_value=0, max_value=1e4, allow_nan=False))
-def test_parts_add_up_whatever_the_clocks_say(text, route, before, queue, prefill, decode, total):
+def test_blocks_from_elsewhere_have_a_part_of_their_own(stack):
+    stack.replica.num_cached_tokens = 2
+    stack.replica.timing = Timing(0.0, 1e-5, 5, 2e-5, 3, 1)
+    answer = call(stack, CHAT, BODY, headers=ASK).json
+    receipt = answer["receipt"]
+    check(receipt)
+    assert (receipt["waterfall_ms"]["fill"], receipt["waterfall_ms"]["prefill"]) == (0.02, 0.01)
+    tokens = receipt["tokens"]
+    assert (tokens["cached"], tokens["from_disk"], tokens["fetched"]) == (2, 1, 3)
+    assert tokens["cached"] + tokens["fetched"] + tokens["computed"] == tokens["prompt"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2, (
+        "what was fetched was computed for it"
+    )
+
+
+@given(*[SECONDS] * 7, st.floats(min_value=0, max_value=1e4, allow_nan=False))
+def test_parts_add_up_whatever_the_clocks_say(text, route, before, queue, fill, prefill, decode, total):
     parts = waterfall(
         100.0,
         text_s=text,
         route_s=route,
         before_s=before,
         queue_s=queue,
+        fill_s=fill,
         prefill_s=prefill,
         decode_s=decode,
         end=100.0 + total,
