@@ -82,6 +82,11 @@ class Prefiller:
     def num_jobs(self) -> int:
         return len(self._jobs)
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What it works on, in order of arrival."""
+        return [job.prompt for job in self._jobs.values()]
+
     def start(self, job: SendJob, stream: SendStream) -> None:
         """Puts the job's prompt in line; a prompt that cannot be served ends the stream with the reason."""
         self._word.append((job, stream))

@@ -219,13 +219,19 @@ class FillingRig:
 
     def step(self) -> tuple[Schedule, list[Sequence]]:
         """One step of an engine; returns its schedule and what finished."""
-        self.prefiller.take_word()
-        self.filler.advance()
+        self.before_step()
         schedule = self.scheduler.schedule()
         finished = self.scheduler.update(schedule, self.oracle.execute(schedule))
-        self.prefiller.advance()
+        self.after_step()
         self.check_integrity()
         return schedule, finished
+
+    def before_step(self) -> None:
+        self.prefiller.take_word()
+        self.filler.advance()
+
+    def after_step(self) -> None:
+        self.prefiller.advance()
 
     def finish(self) -> list[Sequence]:
         """Steps until everything has ended; what a source has not brought by then comes too late."""

@@ -1,4 +1,8 @@
-"""Scheduler over tiny pools, at random: whatever is asked, each sample's output is what it would be alone."""
+"""Scheduler over tiny pools, at random: whatever is asked, each sample's output is what it would be alone.
+
+Prefixes also come from a disk and another replica, which deliver when, what and if they like; and other
+replicas ask for prompts.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.core.errors import ContextLengthError
 from headrace.core.identity import block_identities
-from headrace.core.messages import BlocksRemoved, BlocksStored
+from headrace.core.messages import BlocksStored, CacheCleared
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.engine.schedule import Schedule, SchedulerConfig
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.kvcache.block_pool import BlockPool
-from tests.engine.kv_oracle import EOS, KVOracle, digests, expected_output
+from headrace.kvcache.connector import SendJob
+from tests.engine.kv_oracle import EOS, digests, expected_output
+from tests.engine.sources import FillingRig, ListStream, true_payloads
 
 ROOT = b"r" * 32
 VOCAB_SIZE = 40
@@ -32,6 +38,7 @@ class Shape:
     max_num_batched_tokens: int
     max_model_len: int
     caching: bool
+    fills: bool
 
 
 shapes = st.builds(
@@ -42,6 +49,7 @@ shapes = st.builds(
     max_num_batched_tokens=st.integers(1, 24),
     max_model_len=st.sampled_from([12, 20, 28, 36]),
     caching=st.sampled_from([True, True, True, False]),
+    fills=st.booleans(),
 )
 
 
@@ -55,6 +63,7 @@ class Ask:
     sampling: SamplingParams
     rescued: int  # of the prompt's last tokens
     told: int  # identities that the request brings
+    remote: bool  # another replica computes its prompt
 
 
 sampling_params = st.builds(
@@ -75,6 +84,7 @@ asks = st.builds(
     sampling=sampling_params,
     rescued=st.sampled_from([0, 0, 1, 3]),
     told=st.integers(0, 12),
+    remote=st.booleans(),
 )
 
 
@@ -91,9 +101,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=shape.block_size,
             enable_prefix_caching=shape.caching,
         )
-        self.pool = BlockPool(shape.num_blocks, shape.block_size)
+        self.pool = BlockPool(shape.num_blocks, shape.block_size, track_saved=True)
         self.scheduler = Scheduler(config, self.pool, ROOT, [EOS])
-        self.oracle = KVOracle(self.scheduler, VOCAB_SIZE)
+        self.rig = FillingRig(self.scheduler, VOCAB_SIZE)
+        self.oracle = self.rig.oracle
+        if not shape.fills:
+            self.scheduler.fills = None
+        self.asked: dict[str, tuple[list[int], int, ListStream]] = {}  # prompts for other replicas
         self.requests: dict[str, Request] = {}
         self.alive: list[Sequence] = []
         self.ended: list[Sequence] = []
@@ -120,6 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling=sampling,
             num_output_tokens=rescued,
             block_ids=b"".join(chain[: ask.told]),
+            prefill_from="unix:/peer" if ask.remote else "",
         )
         limit = len(prompt) - rescued + (sampling.max_tokens or 99)
         fits = min(limit, shape.max_model_len) - 1 <= shape.num_blocks * shape.block_size
@@ -133,16 +148,68 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.alive += added
         self.budget_of_steps += 2 * len(added) * shape.max_model_len
 
-    @precondition(lambda self: self.alive)
+    @rule(
+        which=st.integers(0, 30), length=st.integers(0, 40), first=st.integers(0, 3), room=st.integers(0, 9)
+    )
+    def ask_for_a_prompt(self, which: int, length: int, first: int, room: int) -> None:
+        text = self.texts[which % len(self.texts)]
+        prompt = text[: 1 + length % (self.shape.max_model_len - 1)]
+        key, stream = f"p{len(self.asked)}", ListStream(room)
+        self.asked[key] = prompt, first, stream
+        self.rig.prefiller.start(SendJob(key, pack_tokens(prompt), first), stream)
+        self.budget_of_steps += 2 * self.shape.max_model_len
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 30), room=st.integers(0, 9))
+    def take_or_leave_a_prompt(self, which: int, room: int) -> None:
+        key = list(self.asked)[which % len(self.asked)]
+        self.asked[key][2].num_free += room
+        if not room:
+            self.rig.prefiller.cancel(key)
+
+    @rule(
+        disk=st.booleans(),
+        which=st.integers(0, 5),
+        count=st.integers(0, 6),
+        wrong=st.sampled_from(["", "", "", "", "identity", "length", "number"]),
+        ends=st.sampled_from([False, False, True]),
+    )
+    def bring(self, disk: bool, which: int, count: int, wrong: str, ends: bool) -> None:
+        source = self.rig.disk if disk else self.rig.remote
+        if wrong:
+            source.deliver_wrong(wrong, which)
+        else:
+            source.deliver(count, which)
+        if ends:
+            source.end("that is all", which)
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        self.rig.now += seconds
+
+    @rule(busy=st.booleans(), capacity=st.integers(0, 5))
+    def write_behind(self, busy: bool, capacity: int) -> None:
+        self.rig.disk.capacity = capacity
+        self.rig.write_behind.advance(busy=busy)
+        self.pool.check_integrity(s.block_table or s.held_blocks for s in self.everyone())
+
+    @rule()
+    def forget(self) -> None:
+        self.scheduler.forget_cached()
+        self.scheduler.check_integrity()
+
+    @precondition(lambda self: self.scheduler.has_work)
     @rule(count=st.integers(1, 8), drop=st.booleans(), read=st.booleans())
     def step(self, count: int, drop: bool, read: bool) -> None:
         for _ in range(count):
+            self.rig.before_step()
             schedule = self.scheduler.schedule()
             if drop:  # the model failed, say
                 self.oracle.execute(schedule)
                 schedule = self.scheduler.schedule()
             self.check_schedule(schedule)
             self.book(self.scheduler.update(schedule, self.oracle.execute(schedule)))
+            self.rig.after_step()
             if read:
                 self.read_events()
 
@@ -155,10 +222,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 30), whole=st.booleans())
     def abort_in_the_middle_of_a_step(self, which: int, whole: bool) -> None:
+        self.rig.before_step()
         schedule = self.scheduler.schedule()
         sampled = self.oracle.execute(schedule)
         self.abort_samples(self.alive[which % len(self.alive)], whole)
         self.book(self.scheduler.update(schedule, sampled))
+        self.rig.after_step()
 
     def read_events(self) -> None:
         first, events = self.pool.take_events()
@@ -167,7 +236,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for event in events:
             if isinstance(event, BlocksStored):
                 self.known.update(event.block_ids)
-            elif isinstance(event, BlocksRemoved):
+            elif isinstance(event, CacheCleared):
+                self.known.clear()
+            else:
                 assert self.known.issuperset(event.block_ids)
                 self.known.difference_update(event.block_ids)
         assert len(self.known) == self.pool.num_cached
@@ -176,9 +247,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         self.scheduler.check_integrity()
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.everyone())
+        self.rig.filler.sweep()
+        self.rig.check_integrity()
         for sequence in self.alive:
             self.check_identities(sequence)
+
+    def everyone(self) -> list[Sequence]:
+        """All unfinished sequences, those that are only computed among them."""
+        return self.alive + self.rig.prefiller.prompts
 
     def abort_samples(self, victim: Sequence, whole: bool) -> None:
         expected = [s for s in self.alive if s is victim or (whole and s.request_id == victim.request_id)]
@@ -212,14 +289,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_schedule(self, schedule: Schedule) -> None:
         shape, entries = self.shape, schedule.entries
-        assert entries or not self.alive, "there is work and nothing is scheduled"
+        sending = [s for s in self.everyone() if s.block_table and s.num_computed_tokens == s.num_tokens]
+        anyone = self.scheduler.num_in_line and not self.scheduler.num_filling and not sending
+        assert entries or not anyone, "there is work and nothing is scheduled"
         assert sum(e.num_new_tokens for e in entries) == schedule.num_tokens <= shape.max_num_batched_tokens
         assert self.scheduler.num_running <= shape.max_num_seqs
         ones = [e.num_new_tokens == 1 for e in entries]
         assert ones == [i < schedule.num_decodes for i in range(len(entries))]
         scheduled = {id(e.sequence) for e in entries}
         assert len(scheduled) == len(entries) and not scheduled & {id(s) for s in schedule.preempted}
-        oldest = min((s for s in self.alive if s.block_table), key=lambda s: s.arrival, default=None)
+        computing = [s for s in self.everyone() if s.block_table and s not in sending]
+        oldest = min(computing, key=lambda s: s.arrival, default=None)
         assert not entries or any(e.sequence is oldest for e in entries), "the oldest does not advance"
         if schedule.preempted:
             younger = min(s.arrival for s in schedule.preempted)
@@ -229,7 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert sequence.num_cached_tokens == 0
             written = range(sequence.num_computed_tokens, sequence.num_computed_tokens + count)
             for block in {sequence.block_table[p // shape.block_size] for p in written}:
-                holders = sum(block in s.block_table for s in self.alive)
+                holders = sum(block in s.block_table or block in s.held_blocks for s in self.everyone())
                 assert holders == 1, "a shared block is written"
         ready = [s for s in self.alive if s.block_table and s.num_tokens - s.num_computed_tokens == 1]
         assert all(id(s) in scheduled for s in ready), "a decode was starved"
@@ -245,17 +325,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(self.budget_of_steps):
+        for _, _, stream in self.asked.values():
+            stream.num_free += 100
+        for _ in range(self.budget_of_steps + 100):
+            self.rig.now += 1.0
+            self.rig.before_step()
             if not self.scheduler.has_work:
                 break
             schedule = self.scheduler.schedule()
             self.check_schedule(schedule)
             self.book(self.scheduler.update(schedule, self.oracle.execute(schedule)))
+            self.rig.after_step()
         assert not self.scheduler.has_work and not self.alive, "an admitted request does not finish"
         assert len(self.ended) == sum(request.sampling.n for request in self.requests.values())
         self.scheduler.check_integrity()
         assert self.pool.num_free == self.pool.num_blocks
+        assert not self.rig.disk.jobs and not self.rig.remote.jobs, "a source works for nobody"
+        for prompt, first, stream in self.asked.values():
+            self.check_sent(prompt, first, stream)
         self.read_events()
+
+    def check_sent(self, prompt: list[int], first: int, stream: ListStream) -> None:
+        """What another replica got is true, in order, and complete if it was told so."""
+        assert stream.reason is not None, "a receiver was left without a word"
+        packed = pack_tokens(prompt)
+        chain = block_identities(ROOT, packed, self.shape.block_size)
+        payloads = true_payloads(packed, self.shape.block_size)
+        expected = list(zip(range(len(chain)), chain, payloads, strict=True))[first:]
+        assert stream.blocks == expected[: len(stream.blocks)]
+        assert stream.reason or len(stream.blocks) == len(expected)
 
 
 SchedulerMachine.TestCase.settings = settings(
