@@ -105,7 +105,8 @@ class DiskFolder:
 
     def open_block(self, key: bytes) -> int:
         """A file descriptor whose pages are on their way from disk. Raises OSError."""
-        fd = os.open(self.path_of(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # NONBLOCK: a pipe by that name must not hold anybody up.
+        fd = os.open(self.path_of(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         # Where the file system knows no advice, reading is slower, not wrong.
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -249,7 +250,10 @@ class DiskFolder:
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                fan = os.path.dirname(path)
+                for folder in (self.path, os.path.dirname(fan), fan):
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(folder, 0o700)
                 os.rename(temporary, path)
             self._count(num_bytes)
         return True

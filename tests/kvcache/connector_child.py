@@ -1,7 +1,7 @@
 """One side of a connector in a process of its own.
 
-    connector_child.py serve LISTEN LIMIT    serves chains up to LIMIT blocks; says its address, then events
-    connector_child.py fetch ADDRESS COUNT   fetches COUNT blocks, uses none of them; says what arrived
+connector_child.py serve LISTEN LIMIT    serves chains up to LIMIT blocks; says its address, then events
+connector_child.py fetch ADDRESS COUNT   fetches COUNT blocks, uses none of them; says what arrived
 """
 
 from __future__ import annotations

@@ -32,7 +32,13 @@ def tokens_of(num_blocks: int, seed: int = 0) -> bytes:
 
 
 def job_of(
-    num_blocks: int, *, seed: int = 0, first: int = 0, name: str = "", address: str = "", deadline: float = 0.0
+    num_blocks: int,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    name: str = "",
+    address: str = "",
+    deadline: float = 0.0,
 ) -> FillJob:
     tokens = tokens_of(num_blocks, seed)
     return FillJob(
