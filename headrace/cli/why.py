@@ -14,8 +14,8 @@ from headrace.core.control import Why, WhyReply
 from headrace.core.errors import NotFoundError
 from headrace.core.routing import Candidate, Decision
 
-COLUMNS = ("replica", "score", "TTFT ms", "cached", "filled", "fill ms", "queued tokens", "in flight",
-           "running", "KV %", "")  # fmt: skip
+COLUMNS = ("replica", "score", "TTFT ms", "cached", "of it disk", "fetched", "fill ms", "queued tokens",
+           "in flight", "running", "KV %", "")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,8 @@ def cells(candidate: Candidate, *, chosen: bool) -> list[str]:
         f"{candidate.score:.4g}",
         f"{1000 * candidate.ttft_s:,.1f}",
         f"{candidate.num_cached_tokens:,}",
-        f"{candidate.num_filled_tokens:,}",
+        f"{candidate.num_disk_tokens:,}",
+        f"{candidate.num_fetched_tokens:,}",
         f"{1000 * candidate.fill_s:,.1f}",
         f"{candidate.num_queued_tokens:,}",
         str(candidate.num_in_flight),

@@ -20,7 +20,8 @@ say(event="ready")
 sys.stdin.read()
 """
 # A stand-in for a replica: greets everybody, ends on SIGTERM or with its parent; its share of the machine
-# is what it calls its device. A file in the model's folder may name those that refuse to start.
+# is what it calls its device. A file in the model's folder may name those that refuse to start, another one
+# those whose blocks have a format of their own.
 REPLICA = """
 sys.path.insert(0, {root!r})
 import selectors, socket, time
@@ -33,6 +34,7 @@ if trouble.exists():
     if spec["replica_id"] in words.split():
         say(event="error", kind="InsufficientMemoryError", message="needs 9 GiB", hint="lower it")
         sys.exit(1)
+odd = Path(spec["folder"], "odd").read_text().split() if Path(spec["folder"], "odd").exists() else []
 listener = socket.socket(socket.AF_UNIX)
 Path(spec["socket"]).unlink(missing_ok=True)
 listener.bind(spec["socket"])
@@ -42,9 +44,10 @@ def end(*_):
     os._exit(0)
 signal.signal(signal.SIGTERM, end)
 hello = Hello(replica_id=spec["replica_id"], pid=os.getpid(), model=spec["model"], model_revision="1",
-    role="unified", device=json.dumps(spec["share"]), dtype="float32", vocab_size=9, max_model_len=9,
-    max_num_seqs=9, block_size=9, num_blocks=9, root_identity=b"", eos_token_ids=[], load_seconds=0.0,
-    weights_bytes=0, kv_bytes=0, notes=[], instance="i")
+    role=spec.get("role", "unified"), device=json.dumps(spec["share"]), dtype="float32", vocab_size=9,
+    max_model_len=9, max_num_seqs=9, block_size=9, num_blocks=9, root_identity=b"", eos_token_ids=[],
+    load_seconds=0.0, weights_bytes=0, kv_bytes=0, notes=[spec.get("kv_listen", "")], instance="i",
+    kv_format="odd" if spec["replica_id"] in odd else "even")
 say(event="loading", done=2, total=2)
 say(event="ready")
 selector = selectors.DefaultSelector()

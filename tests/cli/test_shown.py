@@ -1,0 +1,97 @@
+"""What `headrace ps` and `headrace why` make of replicas with roles and of blocks that moved."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headrace.cli import ps, why
+from headrace.core.messages import Moves
+from headrace.core.routing import Candidate, Decision, Endpoint, FleetStatus, Member, ReplicaStatus, Role
+from headrace.gateway.fleet_metrics import fleet_families
+
+
+def replica(name: str, role: Role, moves: Moves | None = None) -> ReplicaStatus:
+    endpoint = Endpoint(replica_id=name, model="m", address="a", kind="headrace", role=role)
+    return ReplicaStatus(member=Member(endpoint=endpoint, state="ready"), moves=moves, num_split=12)
+
+
+def fleet(*replicas: ReplicaStatus) -> FleetStatus:
+    return FleetStatus(policy="p", replicas=list(replicas), models=[], num_queued=0)
+
+
+MOVES = Moves(fetched_blocks=1234, sent_blocks=56, disk_blocks=78, disk_hit_blocks=9, damaged_blocks=1)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *replicas: ReplicaStatus) -> list[str]:
+    ps._print(fleet(*replicas))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_tiers_are_shown_where_blocks_move(capsys: pytest.CaptureFixture[str]) -> None:
+    prefill, decode = replica("p", "prefill"), replica("d", "decode", MOVES)
+    assert ps.tier_cells(prefill) == ["prefill", "12", *["-"] * 6]
+    cells = dict(zip(ps.TIER_COLUMNS, ps.tier_cells(decode), strict=True))
+    assert (cells["role"], cells["split"], cells["filling"]) == ("decode", "12", "0")
+    shown = [cells[name] for name in ("fetched", "sent", "on disk", "disk hits", "damaged")]
+    assert shown == ["1,234", "56", "78", "9", "1"]
+    for replicas in ([prefill, decode], [replica("u", "unified", MOVES)]):
+        heads, *rows = printed(capsys, *replicas)
+        assert all(name in heads for name in ps.TIER_COLUMNS)
+        assert any("1,234" in row for row in rows)
+    heads, *_ = printed(capsys, replica("u", "unified"))
+    assert "replica" in heads and "role" not in heads and "on disk" not in heads
+
+
+def test_metrics_count_what_moved() -> None:
+    status = fleet(replica("p", "prefill"), replica("d", "decode", MOVES))
+    samples = {
+        (sample.name, sample.labels.get("replica")): sample.value
+        for family in fleet_families(status, {"m": "named"})
+        for sample in family.samples
+    }
+    assert samples["headrace_kv_fetched_blocks_total", "d"] == 1234
+    assert samples["headrace_kv_disk_blocks", "d"] == 78
+    assert ("headrace_kv_disk_blocks", "p") not in samples
+    every = {name for name, _ in samples}
+    for name in Moves.__struct_fields__:
+        words = [word[:5] for word in name.split("_") if word not in ("num", "s")]
+        assert any(all(word in each for word in words) for each in every), f"{name} is not in /metrics"
+
+
+DECISION = Decision(
+    request_id="r",
+    caller_id="c",
+    model="m",
+    at=0.0,
+    policy="predicted_ttft",
+    attempt=0,
+    num_prompt_tokens=4000,
+    candidates=[Candidate(replica_id="d", num_cached_tokens=32, num_fetched_tokens=3900, fill_s=0.25)],
+    chosen="d",
+    reason="least time",
+    prefill_replica="p",
+    split="3,968 tokens take 1.2 s here and 0.4 s there",
+    num_cached_tokens=64,
+    num_disk_tokens=32,
+    num_fetched_tokens=3900,
+    fill_s=0.31,
+)
+
+
+def test_why_tells_of_the_pair_and_what_came_of_it() -> None:
+    heading = why.heading(DECISION)
+    assert "chose d, its prompt computed by p: least time" in heading and heading.endswith("0.4 s there")
+    cells = dict(zip(why.COLUMNS, why.cells(DECISION.candidates[0], chosen=True), strict=True))
+    assert (cells["cached"], cells["fetched"], cells["fill ms"]) == ("32", "3,900", "250.0")
+    ending = why.ending(DECISION)
+    assert "32 of them from disk" in ending and "3,900 tokens fetched from p" in ending
+    assert "waited 310 ms for blocks" in ending
+
+
+def test_why_is_silent_of_pairs_where_there_is_none() -> None:
+    plain = msgspec.structs.replace(
+        DECISION, prefill_replica="", split="", num_disk_tokens=None, num_fetched_tokens=None, fill_s=None
+    )
+    assert why.heading(plain).endswith("chose d: least time")
+    assert "fetched" not in why.ending(plain) and "disk" not in why.ending(plain)
