@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -33,8 +34,9 @@ COLUMNS = (
     "restarts",
 )
 NUM_TEXT_COLUMNS = 4
-# Where blocks move between replicas or to disk; counted in blocks, but for requests split and filling.
-TIER_COLUMNS = ("role", "split", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
+NUM_TIER_TEXT_COLUMNS = 2
+# A second table where blocks move between replicas or to disk; "split" and "filling" are requests.
+TIER_COLUMNS = ("replica", "role", "split", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
 UNKNOWN = "-"
 
 
@@ -61,15 +63,18 @@ def _print(status: FleetStatus) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    tiers = any(one.moves is not None or one.member.endpoint.role != "unified" for one in status.replicas)
-    for index, name in enumerate((*COLUMNS, *(TIER_COLUMNS if tiers else ()))):
-        left = index < NUM_TEXT_COLUMNS or index == len(COLUMNS)
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    for replica in status.replicas:
-        row = [*cells(replica), *(tier_cells(replica) if tiers else ())]
-        table.add_row(*row, style=None if replica.member.state == "ready" else "yellow")
-    console.print(table)
+
+    def table(columns: Sequence[str], num_text: int, row: Callable[[ReplicaStatus], list[str]]) -> None:
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, name in enumerate(columns):
+            made.add_column(name, justify="left" if index < num_text else "right", overflow="fold")
+        for replica in status.replicas:
+            made.add_row(*row(replica), style=None if replica.member.state == "ready" else "yellow")
+        console.print(made)
+
+    table(COLUMNS, NUM_TEXT_COLUMNS, cells)
+    if any(one.moves is not None or one.member.endpoint.role != "unified" for one in status.replicas):
+        table(TIER_COLUMNS, NUM_TIER_TEXT_COLUMNS, tier_cells)
     gateways = f", gateways: {', '.join(status.gateways)}" if status.gateways else ""
     console.print(
         f"policy {status.policy}, waiting in the router: {status.num_queued}{gateways}", markup=False
@@ -104,7 +109,7 @@ def cells(replica: ReplicaStatus) -> list[str]:
 
 
 def tier_cells(replica: ReplicaStatus) -> list[str]:
-    """The rest of its row, in the order of TIER_COLUMNS."""
+    """One row of the second table, in the order of TIER_COLUMNS; counts are blocks."""
     moves = replica.moves or Moves()
     counts = (
         moves.num_filling,
@@ -116,6 +121,7 @@ def tier_cells(replica: ReplicaStatus) -> list[str]:
     )
     known = replica.moves is not None
     return [
+        replica.member.endpoint.replica_id,
         replica.member.endpoint.role,
         f"{replica.num_split:,}",
         *(f"{count:,}" if known else UNKNOWN for count in counts),
