@@ -24,8 +24,9 @@ def check_sequences(
     everything = running + waiting + filling + held
     assert len({id(s) for s in everything}) == len(everything), "a sequence is in two lists"
     assert {id(s) for s in everything} == {id(s) for s in registered}, "a sequence is lost"
-    limit = min(config.max_num_seqs, config.max_num_batched_tokens)
-    assert len(running) <= limit, "more sequences run than can advance in each step"
+    assert len(running) <= config.max_num_seqs
+    computing = [s for s in running if s.num_computed_tokens < s.num_tokens]  # the others are being sent
+    assert len(computing) <= config.max_num_batched_tokens, "more compute than can advance in each step"
     for line in (running, waiting):
         assert [s.arrival for s in line] == sorted(s.arrival for s in line), "out of order"
     assert all(s.status is SequenceStatus.RUNNING for s in running)

@@ -170,9 +170,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         disk=st.booleans(),
         which=st.integers(0, 5),
-        count=st.integers(0, 6),
-        wrong=st.sampled_from(["", "", "", "", "identity", "length", "number"]),
-        ends=st.sampled_from([False, False, True]),
+        count=st.integers(1, 8),
+        wrong=st.sampled_from([""] * 9 + ["identity", "length", "number"]),
+        ends=st.sampled_from([False, False, False, True]),
     )
     def bring(self, disk: bool, which: int, count: int, wrong: str, ends: bool) -> None:
         source = self.rig.disk if disk else self.rig.remote
@@ -183,11 +183,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if ends:
             source.end("that is all", which)
 
-    @rule(seconds=st.sampled_from([0.1, 4.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.1, 4.0, 30.0]))
     def wait(self, seconds: float) -> None:
         self.rig.now += seconds
 
-    @rule(busy=st.booleans(), capacity=st.integers(0, 5))
+    @rule(busy=st.booleans(), capacity=st.sampled_from([0, 2, 50, 50]))
     def write_behind(self, busy: bool, capacity: int) -> None:
         self.rig.disk.capacity = capacity
         self.rig.write_behind.advance(busy=busy)
