@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,13 +94,26 @@ class LLM:
         resolved = resolve_model(model, dtype=self.config.dtype, progress=progress)
         self.model_name = resolved.name
         self.tokenizer = Tokenizer.from_folder(resolved.folder, chat_template)
+        self._woken = threading.Event()
         self.engine = Engine(
             self.config,
             resolved.folder,
             revision=resolved.revision,
             progress=None if progress is None else (lambda done, total: progress("loading", done, total)),
+            wake=self._woken.set,
         )
         self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Of use with a disk tier (``kv_disk_gb``): what memory holds is written there, for a few seconds at
+        most. Nothing can be generated afterwards."""
+        self.engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -183,6 +197,10 @@ class LLM:
                 self.engine.add(job.request)
             with _progress_bar(len(jobs), show_progress) as advance:
                 while self.engine.has_work:
+                    wait_s = self.engine.wait_s()
+                    if wait_s != 0.0:  # for blocks from disk
+                        self._woken.wait(wait_s)
+                    self._woken.clear()
                     result = self.engine.step()
                     for failed in result.failed:
                         raise failed.to_error()

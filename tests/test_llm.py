@@ -192,3 +192,15 @@ def test_mistakes_leave_nothing_behind(llm: LLM, folder: Path) -> None:
         LLM(str(folder), block_size=0)
     with pytest.raises(ModelNotFoundError):
         LLM(str(folder / "nothing"))
+
+
+def test_a_disk_tier_outlives_its_llm(folder: Path, tmp_path: Path) -> None:
+    knobs = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_gib": 0.02, "block_size": 4}
+    disk = {"kv_disk_gb": 0.1, "kv_disk_path": str(tmp_path / "kv")}
+    prompt = "once upon a time, and twice more, " * 4
+    with LLM(str(folder), **knobs, **disk) as first:
+        [written] = first.generate(prompt, GREEDY)
+    with LLM(str(folder), **knobs, **disk) as second:
+        [found] = second.generate(prompt, GREEDY)
+    assert found.outputs[0].token_ids == written.outputs[0].token_ids
+    assert written.num_cached_tokens == 0 and found.num_cached_tokens > len(found.prompt_token_ids) - 8

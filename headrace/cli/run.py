@@ -63,11 +63,12 @@ def main(arguments: argparse.Namespace) -> int:
     printer = Printer()
     with printer.progress() as progress:
         llm = LLM(arguments.model, progress=progress, **msgspec.structs.asdict(engine))
-    if arguments.raw or not llm.tokenizer.has_chat_template:
-        results = llm.generate(prompt, params)
-    else:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        results = llm.chat([*system, {"role": "user", "content": prompt}], params)
+    with llm:
+        if arguments.raw or not llm.tokenizer.has_chat_template:
+            results = llm.generate(prompt, params)
+        else:
+            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            results = llm.chat([*system, {"role": "user", "content": prompt}], params)
     for output in results[0].outputs:
         print(output.text)
     return 0
