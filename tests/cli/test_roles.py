@@ -26,6 +26,9 @@ def of_file(tmp_path: Path, text: str) -> ModelDeployment:
     return deployed("--config", str(path))
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "split.yaml"
+
+
 def roles(model: ModelDeployment) -> dict[str, str]:
     return {replica.id: replica.role for replica in model.replicas}
 
@@ -212,3 +215,11 @@ def test_a_folder_that_is_no_use_is_refused(tmp_path: Path) -> None:
 def test_a_disk_tier_without_a_prefix_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="prefix caching is off"):
         list(disk_warnings([disk(tmp_path / "kv", 1.0, enable_prefix_caching=False)]))
+
+
+def test_the_example_is_valid() -> None:
+    arguments = build_parser().parse_args(["serve", "--config", str(EXAMPLE)])
+    ours, others = load_settings(arguments, {}).deployment.models
+    assert [replica.role for replica in ours.replicas] == ["prefill", "decode", "decode"]
+    assert {replica.engine.kv_disk_gb for replica in ours.replicas} == {20.0}
+    assert [worker.role for worker in others.workers] == ["prefill", "decode"]
