@@ -14,6 +14,7 @@ does, or does not do, can cost time but never change a token.
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Callable
@@ -61,6 +62,14 @@ class FillCounters:
     failed_fetches: int = 0
     disk_hit_blocks: int = 0
     damaged_blocks: int = 0
+
+
+class _Outcome(enum.Enum):
+    """What became of a job when blocks were taken out of its inbox."""
+
+    GOES_ON = "goes on"
+    DAMAGED = "a block is not what was asked for"
+    NO_ROOM = "who runs, or comes first, needs the blocks"
 
 
 class _Inbox:
@@ -171,16 +180,16 @@ class Filler:
         now = self._clock()
         for job in sorted(self._jobs, key=lambda job: job.sequence.arrival):
             if job.sequence.status is not SequenceStatus.FILLING:
-                self._close(job, "its request ended")
+                self._close(job)
                 continue
             reason = job.inbox.reason  # read before the inbox, as it is written after
-            budget, problem = self._take(job, budget, now)
-            if problem:
-                self._close(job, problem)
+            budget, outcome = self._take(job, budget, now)
+            if outcome is not _Outcome.GOES_ON:
+                self._close(job, failed=outcome is _Outcome.DAMAGED)
             elif reason is not None and not job.inbox.blocks:
-                self._close(job, reason, told=True)
+                self._close(job, failed=bool(reason), told=True)
             elif now > job.give_up_at and not job.inbox.blocks:
-                self._close(job, "it took too long")
+                self._close(job, failed=True)
             else:
                 continue
             self._go_on(job)
@@ -189,12 +198,12 @@ class Filler:
         """Cancels the jobs of sequences that do not wait for them any more."""
         for job in list(self._jobs):
             if job.sequence.status is not SequenceStatus.FILLING:
-                self._close(job, "its request ended")
+                self._close(job)
 
     def stop(self) -> None:
         """Ends every job; what has arrived stays, the sequences go on."""
         for job in list(self._jobs):
-            self._close(job, "stopped")
+            self._close(job)
             if job.sequence.status is SequenceStatus.FILLING:
                 self._resume(job)
         self.disk = self._remote = None
@@ -275,32 +284,31 @@ class Filler:
             job.inbox,
         )
 
-    def _take(self, job: _Job, budget: int, now: float) -> tuple[int, str]:
-        """Takes blocks out of the inbox while the budget lasts; returns what is left of it, and why the job
-        cannot go on, if so."""
+    def _take(self, job: _Job, budget: int, now: float) -> tuple[int, _Outcome]:
+        """Takes blocks out of the inbox while the budget lasts; returns what is left of it."""
         sequence, inbox, pool = job.sequence, job.inbox, self._pool
-        taken, problem = 0, ""
+        taken, outcome = 0, _Outcome.GOES_ON
         first = sequence.first_filled_block + sequence.num_disk_blocks + sequence.num_fetched_blocks
         if len(sequence.held_blocks) != first:
-            return budget, "others needed its blocks"
-        while inbox.blocks and budget > 0 and not problem:
+            return budget, _Outcome.NO_ROOM  # others needed its blocks
+        while inbox.blocks and budget > 0 and outcome is _Outcome.GOES_ON:
             index, block_id, payload = inbox.blocks.popleft()
             taken += 1
             if not self._is_own(job, index, block_id, payload):
                 self.counters.damaged_blocks += 1
-                problem = "a block is not what was asked for"
+                outcome = _Outcome.DAMAGED
             elif known := pool.lookup([block_id]):
                 pool.acquire(known)  # somebody else computed or fetched it meanwhile
                 self._hold(job, known[0])
             elif pool.num_free <= self._scheduler.num_running:
-                problem = "no free blocks"
+                outcome = _Outcome.NO_ROOM
             else:
                 self._store(job, block_id, payload)
                 budget -= self._block_bytes
         if taken:
             job.last_progress = now
             job.source.consumed(job.job_id, taken)
-        return budget, problem
+        return budget, outcome
 
     def _is_own(self, job: _Job, index: int, block_id: bytes, payload: bytes | bytearray) -> bool:
         held = len(job.sequence.held_blocks)
@@ -329,8 +337,9 @@ class Filler:
             self.counters.fetched_blocks += 1
             self.counters.fetched_bytes += self._block_bytes
 
-    def _close(self, job: _Job, reason: str, *, told: bool = False) -> None:
-        """Forgets a job; ``told``: its source said that nothing follows, and needs no word from us."""
+    def _close(self, job: _Job, *, failed: bool = False, told: bool = False) -> None:
+        """Forgets a job; ``failed``: for its source's fault; ``told``: its source said that nothing follows,
+        and needs no word from us."""
         self._jobs.remove(job)
         if not told:
             job.source.cancel(job.job_id)
@@ -340,8 +349,7 @@ class Filler:
         if not job.from_disk:
             self.counters.fetch_s += now - job.started
             self.counters.fetch_overlap_s += max(0.0, (job.inbox.computed_at or now) - job.started)
-            aborted = job.sequence.status is not SequenceStatus.FILLING
-            self.counters.failed_fetches += bool(reason) and not aborted
+            self.counters.failed_fetches += failed
 
     def _go_on(self, job: _Job) -> None:
         """What the disk did not have comes from the prefill replica, if there is one; else back in line."""
