@@ -255,7 +255,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
     absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Of those placed here,
     the prompts of ``num_split`` were computed by another replica, and of ``num_unsplit`` here although there
-    was one. Tokens, prefix hits and ``moves`` are counted by its present process.
+    was one. Tokens, prefix hits, preemptions and ``moves`` are counted by its present process.
     """
 
     member: Member
@@ -278,6 +278,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     breaker: BreakerState = "closed"
     num_indexed_blocks: int = 0
     num_index_resets: int = 0
+    num_preemptions: int = 0
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     moves: Moves | None = None
@@ -295,15 +296,16 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was left out.
 
-    Of the prompt, ``num_cached_tokens`` are in its memory and ``num_filled_tokens`` would be brought there from
-    disk or from a prefill replica, in ``fill_s`` seconds.
+    Of the prompt it has ``num_cached_tokens``, of which ``num_disk_tokens`` on disk, and ``num_fetched_tokens``
+    would come from a prefill replica; ``fill_s`` is what bringing them into memory takes.
     """
 
     replica_id: str
     score: float = 0.0
     ttft_s: float = 0.0
     num_cached_tokens: int = 0
-    num_filled_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_fetched_tokens: int = 0
     fill_s: float = 0.0
     num_queued_tokens: int = 0
     num_in_flight: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from headrace.core.messages import Timing
 from headrace.core.routing import Candidate, Decision, Outcome, Route
 
 DEFAULT_SIZE = 4096
@@ -25,13 +26,16 @@ class Seen(NamedTuple):
     num_in_flight: int
     num_running: int
     kv_cache_usage: float
+    num_disk_tokens: int = 0
+    num_fetched_tokens: int = 0
+    fill_s: float = 0.0
 
 
 class Entry:
     """One placement of one request."""
 
     __slots__ = ("at", "candidates", "chosen", "excluded", "num_cached_tokens", "outcome", "policy",
-                 "queue_s", "reason", "route", "ttft_s")  # fmt: skip
+                 "prefill_replica", "queue_s", "reason", "route", "split", "timing", "ttft_s")  # fmt: skip
 
     def __init__(
         self,
@@ -55,6 +59,9 @@ class Entry:
         self.ttft_s: float | None = None
         self.num_cached_tokens: int | None = None
         self.outcome: Outcome | None = None
+        self.prefill_replica = ""
+        self.split = ""
+        self.timing: Timing | None = None
 
     def decision(self) -> Decision:
         route = self.route
@@ -64,6 +71,9 @@ class Entry:
                 score=seen.score,
                 ttft_s=seen.ttft_s,
                 num_cached_tokens=seen.num_cached_tokens,
+                num_disk_tokens=seen.num_disk_tokens,
+                num_fetched_tokens=seen.num_fetched_tokens,
+                fill_s=seen.fill_s,
                 num_queued_tokens=seen.num_queued_tokens,
                 num_in_flight=seen.num_in_flight,
                 num_running=seen.num_running,
@@ -71,6 +81,7 @@ class Entry:
             )
             for seen in self.candidates
         ]
+        timing = self.timing
         candidates += [Candidate(replica_id=name, excluded=reason) for name, reason in self.excluded]
         return Decision(
             request_id=route.request_id,
@@ -87,6 +98,11 @@ class Entry:
             ttft_s=self.ttft_s,
             num_cached_tokens=self.num_cached_tokens,
             outcome=self.outcome,
+            prefill_replica=self.prefill_replica,
+            split=self.split,
+            num_fetched_tokens=None if timing is None else timing.num_fetched_tokens,
+            num_disk_tokens=None if timing is None else timing.num_disk_tokens,
+            fill_s=None if timing is None else timing.fill_s,
         )
 
 

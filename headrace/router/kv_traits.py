@@ -12,15 +12,18 @@ PAIRING_KINDS = ("vllm", "sglang")
 
 
 class KvTraits(NamedTuple):
-    """``address``: where others fetch from it, empty: nowhere. Replicas of equal ``format`` can exchange blocks,
-    those of equal ``disk`` share a disk tier. ``block_bytes`` 0: not known, as for servers that are not ours.
-    ``role`` empty: as the endpoint says."""
+    """``address``: where others fetch from it, empty: nowhere. Replicas of equal ``format`` can exchange
+    blocks, those of equal ``disk`` share a disk tier. ``block_bytes`` 0: not known, as for servers that are
+    not ours. ``role`` empty: as the endpoint says."""
 
     role: str = ""
     address: str = ""
     block_bytes: int = 0
     format: str = ""
     disk: str = ""
+
+
+NO_TRAITS = KvTraits()
 
 
 def traits_of_hello(hello: Hello) -> KvTraits:

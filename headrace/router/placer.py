@@ -30,7 +30,7 @@ from headrace.core.routing import (
     Placement,
     Route,
 )
-from headrace.router.kv_traits import KvTraits
+from headrace.router.kv_traits import NO_TRAITS, KvTraits
 from headrace.router.replica_client import ReplicaClient
 from headrace.router.router import Router
 from headrace.router.worker import is_ours
@@ -321,7 +321,7 @@ class LocalPlacer:
         num_blocks: int,
         block_size: int,
         hardware: str,
-        kv: KvTraits = KvTraits(),
+        kv: KvTraits = NO_TRAITS,
     ) -> None:
         """A replica is connected, or another process of it."""
         if replica_id not in self._endpoints:

@@ -31,15 +31,18 @@ from headrace.core.routing import (
 )
 from headrace.router.cache_feed import CacheFeed
 from headrace.router.decisions import Decisions, Entry
-from headrace.router.kv_traits import KvTraits
+from headrace.router.disk_index import DiskIndex
+from headrace.router.kv_traits import NO_TRAITS, KvTraits
+from headrace.router.lease import OpenLease
+from headrace.router.pairs import Pairs, Prompt
+from headrace.router.plan import Plan, tokens_per_block, view_of
 from headrace.router.policies import make_policy
-from headrace.router.policies.base import RouteView
+from headrace.router.policies.base import Choice
 from headrace.router.prefix_index import PrefixIndex, keys_of
 from headrace.router.recent import Popularity, Sessions
 from headrace.router.refusals import no_replica, queue_full, waited_too_long
-from headrace.router.registry import SUSPECT_S, OpenLease, Registry, Replica
+from headrace.router.registry import SUSPECT_S, Registry, Replica
 from headrace.router.waiting import LineKey, Waiter, Waiting
-from headrace.router.worker import is_ours
 
 SWEEP_S = 0.25
 TIDY_S = 5.0
@@ -55,6 +58,8 @@ class Router:
         self._policy = make_policy(config.routing_policy, seed)
         self._registry = Registry()
         self._index = PrefixIndex(config.max_index_blocks)
+        self._disks = DiskIndex(config.max_index_blocks)
+        self._pairs = Pairs(self._index)
         self._waiting = Waiting()
         self._decisions = Decisions()
         self._leases: dict[str, OpenLease] = {}
@@ -92,6 +97,7 @@ class Router:
         for lease in list(replica.leases.values()):
             self._detach(lease, now)
         self._registry.remove(replica)
+        self._disks.move(replica.folder, "")
         self._index.drop_slot(replica.slot)
 
     def up(
@@ -106,7 +112,7 @@ class Router:
         block_size: int,
         hardware: str,
         now: float,
-        kv: KvTraits = KvTraits(),
+        kv: KvTraits = NO_TRAITS,
     ) -> None:
         """A replica is connected and has said what it is; 0 for numbers that it does not tell."""
         replica = self._registry.get(replica_id)
@@ -125,6 +131,8 @@ class Router:
         replica.capacity_tokens = replica.free_tokens = num_blocks * block_size
         replica.hardware = replica.endpoint.hardware or hardware
         replica.suspect_until = 0.0
+        replica.kv = kv
+        replica.folder = replica.feed.folder = self._disks.move(replica.folder, kv.disk)
         told = replica.tells_cache
         replica.refresh()
         if replica.tells_cache != told:
@@ -149,20 +157,8 @@ class Router:
         return [replica.member() for replica in self._registry]
 
     def models(self) -> list[ModelInfo]:
-        """One per model that some replica has described; ``tokens`` if any of them takes tokens.
-
-        One of our own decides the identities before servers that adopt them.
-        """
-        found: dict[str, tuple[tuple[bool, bool], ModelInfo]] = {}
-        for replica in self._registry:
-            info = replica.model
-            if info is None:
-                continue
-            rank = (info.tokens, is_ours(replica.endpoint))
-            known = found.get(replica.endpoint.model)
-            if known is None or rank > known[0]:
-                found[replica.endpoint.model] = (rank, info)
-        return [info for _, info in found.values()]
+        """One per model that some replica has described."""
+        return self._registry.models()
 
     # What replicas say
 
@@ -225,9 +221,13 @@ class Router:
         self._waiting.remove(route.request_id)
         replica = self._registry.get(lease.placement.replica_id)
         uncached = max(0, route.num_prompt_tokens - lease.placement.num_cached_tokens)
-        opened = OpenLease(route, lease.placement, None, placed_at=now, num_uncached_tokens=uncached)
+        giver = self._registry.get(lease.placement.prefill_replica) if not lease.began else None
+        here = 1 if lease.placement.prefill_replica else uncached
+        opened = OpenLease(route, lease.placement, None, placed_at=now, num_uncached_tokens=here)
         opened.began = lease.began
         self._leases[route.request_id] = opened
+        if giver is not None:
+            self._pairs.adopt(opened, giver, uncached, now)
         if replica is not None:
             replica.attach(opened, now)
         else:
@@ -247,6 +247,8 @@ class Router:
             return
         if lease.entry is not None:
             lease.entry.ttft_s, lease.entry.num_cached_tokens = ttft_s, num_cached_tokens
+            lease.entry.timing = timing
+        self._pairs.began(lease, timing, now)
         replica = lease.replica
         if replica is None:
             lease.began = True
@@ -255,7 +257,9 @@ class Router:
         replica.breaker.on_began(request_id)
         if lease.entry is None:
             return  # adopted: when it was placed is not known
-        if not lease.delayed:
+        if not lease.delayed and not lease.placement.prefill_replica and not (timing and timing.fill_s):
+            if not replica.tells_cache:  # nor does it always tell what it found
+                num_cached_tokens = max(num_cached_tokens, lease.placement.num_cached_tokens)
             computed = lease.route.num_prompt_tokens - num_cached_tokens
             replica.rates.on_prefill(
                 computed, lease.route.num_prompt_tokens, min(service_s, ttft_s), alone=lease.alone
@@ -278,6 +282,7 @@ class Router:
             return
         if lease.entry is not None:
             lease.entry.outcome = outcome
+        self._pairs.end(lease, prefill_outcome or "aborted", now)
         faulty = outcome in ("replica_fault", "replica_gone")
         replica = lease.replica
         if replica is None:  # its process is gone already
@@ -324,8 +329,10 @@ class Router:
             replica.check_integrity()
             on_replicas.update(replica.leases)
         attached = {i: lease for i, lease in self._leases.items() if lease.replica is not None}
-        assert on_replicas == attached, "leases and replicas differ"
         assert all(self._registry.get(le.placement.replica_id) is le.replica for le in attached.values())
+        halves = [lease.half for lease in self._leases.values() if lease.half is not None]
+        attached |= {half.route.request_id: half for half in halves if half.replica is not None}
+        assert on_replicas == attached, "leases and replicas differ"
         queued = sum(1 for waiter in self._waiting if not waiter.route.attempt)
         assert queued <= self.config.max_queue, "the queue is longer than it may be"
         assert not any(waiter.route.request_id in self._leases for waiter in self._waiting)
@@ -338,40 +345,38 @@ class Router:
         index, num_prompt_tokens = self._index, route.num_prompt_tokens
         keys = keys_of(route.block_ids)
         depths = index.match(keys)
-        # at least the last token is computed, for its logits
-        limit = num_prompt_tokens - 1
-        per_block = self._tokens_per_block(route, candidates[0], len(keys))
-        cached = [min(depths[replica.slot] * per_block, limit) for replica in candidates]
+        prompt = Prompt(route, keys, tokens_per_block(route, candidates[0], len(keys)))
+        candidates, plans = self._pairs.plans(prompt, depths, candidates, self._registry, now)
+        if not candidates:
+            return None
         users = 0.0
         if keys:
             deepest = max(depths)
             users = self._popularity.touch(keys[deepest - 1], now) if deepest else 0.0
         home = self._sessions.get(route.model, route.session) if route.session else None
-        view = RouteView(num_prompt_tokens, route.num_samples, cached, users, home)
-        chosen, reason, scores, ttfts = self._policy.choose(view, candidates, now)
-        replica = candidates[chosen]
-        uncached = num_prompt_tokens - cached[chosen]
-        ttft_s = (
-            ttfts[chosen]
-            if ttfts
-            else replica.predict_ttft(uncached, num_prompt_tokens, route.num_samples, now)
-        )
+        choice = self._policy.choose(view_of(route, plans, users, home), candidates, now)
+        replica, plan = candidates[choice.position], plans[choice.position]
+        uncached = num_prompt_tokens - plan.num_cached_tokens - plan.num_fetched_tokens
+        if choice.ttfts:
+            ttft_s = choice.ttfts[choice.position]
+        else:
+            ttft_s = replica.predict_ttft(uncached, num_prompt_tokens, route.num_samples, now, plan.fill_s)
+        giver = plan.giver.replica if plan.giver is not None else None
         placement = Placement(
             request_id=route.request_id,
             replica_id=replica.replica_id,
-            num_cached_tokens=cached[chosen],
+            num_cached_tokens=plan.num_cached_tokens,
             ttft_s=ttft_s,
             queue_s=queue_s,
+            prefill_replica=giver.replica_id if giver is not None else "",
+            prefill_address=giver.kv.address if giver is not None else "",
         )
-        entry = self._record(route, candidates, cached, scores, ttfts, replica, reason, queue_s, now, wall)
-        lease = OpenLease(
-            route,
-            placement,
-            replica,
-            placed_at=now,
-            num_uncached_tokens=uncached,
-            entry=entry,
-        )
+        entry = self._record(route, candidates, plans, choice, placement, now, wall)
+        lease = OpenLease(route, placement, replica, placed_at=now, num_uncached_tokens=uncached)
+        lease.entry = entry
+        if plan.giver is not None:
+            lease.num_fetched_tokens = plan.num_fetched_tokens
+            self._pairs.attach(lease, plan, keys, now)
         if replica.tells_cache:
             lease.claimed = keys[depths[replica.slot] :]
             index.claim(replica.slot, lease.claimed)
@@ -384,34 +389,26 @@ class Router:
         replica.last_turn = self._turn
         replica.num_placed += 1
         replica.breaker.on_placed(route.request_id)
-        replica.add_pressure(uncached + replica.rates.output_tokens)
+        replica.add_pressure(num_prompt_tokens - plan.num_cached_tokens + replica.rates.output_tokens)
         if route.session:
             self._sessions.set(route.model, route.session, replica.replica_id)
         return placement
-
-    def _tokens_per_block(self, route: Route, replica: Replica, num_blocks: int) -> int:
-        if route.text_only:
-            return route.num_prompt_tokens // num_blocks if num_blocks else 0
-        return replica.model.block_size if replica.model is not None else replica.block_size
 
     def _record(
         self,
         route: Route,
         candidates: list[Replica],
-        cached: list[int],
-        scores: Sequence[float],
-        ttfts: Sequence[float],
-        chosen: Replica,
-        reason: str,
-        queue_s: float,
+        plans: Sequence[Plan],
+        choice: Choice,
+        placement: Placement,
         now: float,
         wall: float,
     ) -> Entry:
+        scores, ttfts = choice.scores, choice.ttfts
         seen = [
-            replica.seen(cached[i], scores[i] if scores else 0.0, ttfts[i] if ttfts else 0.0)
+            replica.seen(scores[i] if scores else 0.0, ttfts[i] if ttfts else 0.0, plans[i])
             for i, replica in enumerate(candidates)
         ]
-        excluded = self._registry.excluded(route, candidates, now)
         if route.attempt:
             last = self._decisions.latest(route.request_id)
             if last is not None and last.ttft_s is not None:
@@ -423,11 +420,18 @@ class Router:
             wall,
             self._policy.name,
             seen,
-            excluded,
-            chosen.replica_id,
-            reason,
-            queue_s,
+            self._registry.excluded(route, candidates, now),
+            placement.replica_id,
+            choice.reason,
+            placement.queue_s,
         )
+        entry.prefill_replica = placement.prefill_replica
+        chosen = candidates[choice.position]
+        entry.split = self._pairs.words(route, plans[choice.position], chosen, self._registry, now)
+        if placement.prefill_replica:
+            chosen.num_split += 1
+        elif entry.split:
+            chosen.num_unsplit += 1
         self._decisions.add(entry)
         return entry
 
@@ -437,12 +441,15 @@ class Router:
             self._index.unclaim(replica.slot, lease.claimed)
             lease.claimed = ()
             replica.detach(lease, now)
+        if lease.half is not None:
+            self._pairs.detach(lease.half, now)
 
     def _reset(self, replica: Replica, now: float) -> None:
         """Another process answers in its name: what ran and was cached in the former one is gone."""
         for lease in list(replica.leases.values()):
             self._detach(lease, now)
         replica.feed.restart()
+        replica.move_rates.restart()
         replica.pressure = 0.0
         replica.set_stats(Stats())
         replica.breaker.reset()
@@ -456,6 +463,8 @@ class Router:
                 self._waiting.remove(waiter.route.request_id)
                 refusal = no_replica(waiter.route, self._registry.of_model(waiter.route.model))
                 answers.append((waiter.route.request_id, refusal))
+            return
+        if not self._registry.has_room(key, now):
             return
         for waiter in self._waiting.line(key):
             route = waiter.route

@@ -30,7 +30,9 @@ class View:
     def prefill_s(self, num_uncached_tokens: int, num_tokens: int) -> float:
         return num_uncached_tokens / self.rate
 
-    def predict_ttft(self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float) -> float:
+    def predict_ttft(
+        self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float, fill_s: float = 0.0
+    ) -> float:
         return 0.01 + (self.num_queued_tokens + num_uncached_tokens) / self.rate
 
 

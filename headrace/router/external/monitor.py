@@ -25,7 +25,7 @@ from headrace.router.external.kv_blocks import BlockTranslator
 from headrace.router.external.kv_events import EventLog, EventStream
 from headrace.router.external.load import read_load
 from headrace.router.external.recognise import SILENT_EVENTS_LIMIT, Recognised, recognise
-from headrace.router.kv_traits import KvTraits
+from headrace.router.kv_traits import NO_TRAITS, KvTraits
 
 POLL_S = 1.0
 HOSTED_POLL_S = 15.0
@@ -61,7 +61,7 @@ class MonitorListener(Protocol):
         num_blocks: int,
         block_size: int,
         hardware: str,
-        kv: KvTraits = KvTraits(),
+        kv: KvTraits = NO_TRAITS,
     ) -> None:
         """It answers and is recognised; again with another ``instance`` when it restarted."""
 

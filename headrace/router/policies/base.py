@@ -35,13 +35,15 @@ class ReplicaView(Protocol):
     def prefill_s(self, num_uncached_tokens: int, num_tokens: int) -> float: ...
 
     def predict_ttft(
-        self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float
+        self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float, fill_s: float = 0.0
     ) -> float: ...
 
 
 class RouteView(NamedTuple):
-    """The request. ``cached``: tokens of its prompt in the cache of each candidate, in their order.
+    """The request. ``cached``: tokens of its prompt that each candidate has, in their order; also on disk.
 
+    ``fetched``: tokens that another replica would compute for each, and ``fill_s`` how long it takes until
+    those and what is on disk are in its memory; empty: none.
     ``num_users``: how many recent requests ended their match at the block where this one's best match
     ends, hence how many will want that prefix again; a conversation's own prefix has about one.
     ``home``: the replica that served its session last.
@@ -52,6 +54,8 @@ class RouteView(NamedTuple):
     cached: Sequence[int]
     num_users: float = 0.0
     home: str | None = None
+    fetched: Sequence[int] = ()
+    fill_s: Sequence[float] = ()
 
 
 class Choice(NamedTuple):

@@ -1,7 +1,8 @@
 """The default: shortest predicted time to first token, with what the placement costs everybody else.
 
     new     = seconds to compute what no replica has cached of the prompt, at this one's learned rates
-    missing = seconds to compute what another replica has cached and this one has not
+    missing = seconds that it would take the replica with most of it cached to compute what is missing here
+              both without what would be fetched from a replica that computes it for this one
 
     score = predicted TTFT                                        this request's wait
           + new · (LATER + STREAM · running)                      later prompts, and streams that run there
@@ -9,11 +10,11 @@
           + new · EVICTION · pressure / mean pressure             what it pushes out of that cache
           + CROWD · in flight / max in flight                     decoding in company
 
-    1 + keep = (1 + KEEP / (1 + missing / KEEP_S)) / (1 + users)
+    1 + keep = (1 + KEEP / (1 + missing / KEEP_S)) / (1 + max(0, users − FEW))
 
 ``keep`` holds a conversation where its past is: leaving costs the next turns too, and two copies of one past
 cost others theirs. It is bounded: nobody waits longer than KEEP · KEEP_S to keep a prefix, however long.
-Where other requests want the same prefix, its cost is divided among them, the wait for it included: a
+Where many others want the same prefix, its cost is divided among them, the wait for it included: a
 replica that lacks it computes it once for all, so that a system prompt shared by everybody spreads over
 the fleet. Affinity is given up only for a hot replica: each is scored alone, and the others keep what they
 have.
@@ -31,6 +32,7 @@ from headrace.router.policies.base import Choice, ReplicaView, RouteView
 LATER = 0.5
 KEEP = 12.0
 KEEP_S = 10.0
+FEW = 2.0
 STREAM = 0.02
 EVICTION = 1.0
 CROWD = 0.02
@@ -41,9 +43,11 @@ class PredictedTtft:
     name = "predicted_ttft"
 
     def choose(self, route: RouteView, candidates: Sequence[ReplicaView], now: float) -> Choice:
-        num_prompt_tokens, num_samples, cached, num_users, home = route
+        num_prompt_tokens, num_samples, cached, num_users, home, fetched, fill_s = route
         most = max(cached)
-        share = 1.0 / (1.0 + num_users)
+        share = 1.0 / (1.0 + max(0.0, num_users - FEW))
+        holder = candidates[cached.index(most)]
+        known = holder.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
         total = 0.0
         for view in candidates:
             total += view.pressure
@@ -54,11 +58,15 @@ class PredictedTtft:
         best_score = best_turn = 0.0
         for index, view in enumerate(candidates):
             tokens = cached[index]
-            ttft = view.predict_ttft(num_prompt_tokens - tokens, num_prompt_tokens, num_samples, now)
-            new = view.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
+            fill = 0.0
+            if fill_s:
+                fill = fill_s[index]
+                tokens += fetched[index]
+            ttft = view.predict_ttft(num_prompt_tokens - tokens, num_prompt_tokens, num_samples, now, fill)
+            new = view.prefill_s(num_prompt_tokens - max(most, tokens), num_prompt_tokens)
             score = ttft + new * (LATER + STREAM * view.num_running)
             if tokens < most:
-                missing = view.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - new
+                missing = holder.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - known
                 keep = share * (1.0 + KEEP / (1.0 + missing / KEEP_S)) - 1.0
                 score += missing * (keep + STREAM * view.num_running)
             score += new * eviction * view.pressure + CROWD * view.num_in_flight / view.max_in_flight
