@@ -80,8 +80,9 @@ class Peer:
     def die(self) -> None:
         """Goes away in the middle of everything."""
         self.is_dead = True
-        for stream in self._streams.values():
+        for job_id, stream in self._streams.items():
             stream.end("connection lost")
+            self.engine.prefiller.cancel(job_id)
 
 
 def remote(request: Request) -> Request:

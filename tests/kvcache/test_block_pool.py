@@ -219,13 +219,71 @@ def test_integrity_check_finds_a_lost_and_a_doubly_freed_block() -> None:
         pool.free(held)
 
 
+def test_what_is_not_saved_is_told_with_its_parent_in_order_of_eviction() -> None:
+    pool = BlockPool(8, 4, track_saved=True)
+    a, b, c = cache(pool, "abc")
+    assert pool.unsaved(2) == [(c, *ids("cb")), (b, *ids("ba"))]
+    assert pool.unsaved(9)[-1] == (a, ids("a")[0], ROOT)
+    pool.mark_saved([c, a])
+    assert pool.unsaved(9) == [(b, *ids("ba"))]
+
+
+def test_a_block_counts_as_saved_as_long_as_it_keeps_its_content() -> None:
+    pool = BlockPool(4, 4, track_saved=True)
+    blocks = cache(pool, "ab")
+    pool.mark_saved(blocks)
+    pool.acquire(blocks)
+    assert pool.unsaved(9) == []
+    pool.free(blocks)
+    assert pool.unsaved(9) == []
+    pool.free(pool.allocate(4))
+    again = cache(pool, "ab")
+    assert [block for block, _, _ in pool.unsaved(9)] == again[::-1]
+
+
+def test_what_somebody_holds_is_not_about_to_go() -> None:
+    pool = BlockPool(4, 4, track_saved=True)
+    a, b = cache(pool, "ab")
+    pool.acquire([a])
+    assert [block for block, _, _ in pool.unsaved(9)] == [b]
+    pool.free([a])
+    assert [block for block, _, _ in pool.unsaved(9)] == [b, a]
+    pool.reset()
+    assert pool.unsaved(9) == [] and pool.num_empty == 4
+
+
+def test_events_of_another_tier_take_their_numbers_in_the_same_stream() -> None:
+    pool = BlockPool(4, 4)
+    cache(pool, "a")
+    on_disk = BlocksStored(block_ids=ids("a"), parent=ROOT, tier="disk")
+    pool.add_events([on_disk])
+    blocks = pool.lookup(ids("a"))
+    pool.acquire(blocks)
+    more = pool.allocate(1)
+    pool.register(more, ids("b"), ids("a")[0])
+    pool.add_events([BlocksRemoved(block_ids=ids("a"), tier="disk")])
+    pool.free(blocks + more)
+    pool.allocate(4)
+    first, events = pool.take_events()
+    assert first == 0
+    assert events == [
+        BlocksStored(block_ids=ids("a"), parent=ROOT),
+        on_disk,
+        BlocksStored(block_ids=ids("b"), parent=ids("a")[0]),
+        BlocksRemoved(block_ids=ids("a"), tier="disk"),
+        BlocksRemoved(block_ids=ids("ba")),
+    ]
+    assert pool.take_events() == (5, [])
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random sequences over few chains, so that they share, collide and evict. The model keeps holders,
     contents, the order of eviction, and an index built from the events alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(12, 4)
+        self.pool = BlockPool(12, 4, track_saved=True)
+        self.saved: set[bytes] = set()  # identities that are on disk as far as the pool was told
         self.tables: list[tuple[str, list[int], int]] = []  # chain, blocks, how many are registered
         self.content: dict[int, bytes] = {}  # block → identity, as registered
         self.order: list[int] = []  # cached free blocks, next to be evicted first
@@ -265,8 +323,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(self.order) & set(blocks), "more was evicted than needed"
         assert not any(self.holders(b) for b in blocks), "a held block was handed out"
         for block in evicted:
-            del self.content[block]
+            self.saved.discard(self.content.pop(block))
         return blocks
+
+    @rule(count=st.integers(1, 4))
+    def save(self, count: int) -> None:
+        found = self.pool.unsaved(count)
+        self.pool.mark_saved(block for block, _, _ in found)
+        self.saved.update(block_id for _, block_id, _ in found)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -301,6 +365,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.reset()
         self.content.clear()
         self.order.clear()
+        self.saved.clear()
 
     @rule()
     def read_events(self) -> None:
@@ -339,6 +404,9 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         self.pool.check_integrity([table for _, table, _ in self.tables])
         assert self.pool.num_cached == len(self.content)
+        assert self.pool.num_empty == self.pool.num_free - len(self.order)
+        expected = [(b, self.content[b]) for b in self.order if self.content[b] not in self.saved]
+        assert [(block, block_id) for block, block_id, _ in self.pool.unsaved(12)] == expected
 
     def teardown(self) -> None:
         for _, table, _ in self.tables:
