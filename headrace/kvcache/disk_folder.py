@@ -1,6 +1,6 @@
 """The folder of the disk tier: which file holds which block, and how many bytes all of them have.
 
-    <path>/usage                          bytes of all blocks and number of changes; its lock orders changes
+    <path>/usage                          bytes of all blocks, added, removed; its lock orders changes
     <path>/tmp/<random>                   being written, locked by its writer; unlocked: its writer is dead
     <path>/<root, 16 hex>/<xx>/<64 hex>   one block (see block_format), complete since its rename
 
@@ -29,7 +29,7 @@ from headrace.kvcache.block_format import HEADER_BYTES, BlockHeader, DamagedBloc
 ROOT_BYTES = 8  # of the root that name its folder
 # A start goes on: the disk may have room, or be there, later.
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_USAGE = struct.Struct("<qQ")
+_USAGE = struct.Struct("<qQQ")
 TOUCH_S = 60.0
 _BLOCK_NAME = re.compile("[0-9a-f]{64}")
 _ROOT_NAME = re.compile("[0-9a-f]{16}")
@@ -38,10 +38,11 @@ _FAN_NAME = re.compile("[0-9a-f]{2}")
 
 @dataclass(frozen=True)
 class Usage:
-    """``num_bytes`` of all blocks and ``num_changes`` ever made; ``known``: somebody has counted."""
+    """Bytes of all blocks, and bytes ever added and removed; ``known``: somebody has counted."""
 
     num_bytes: int
-    num_changes: int
+    added: int
+    removed: int
     known: bool = True
 
 
@@ -189,14 +190,17 @@ class DiskFolder:
             return self._read_usage()
 
     def correct(self, before: Usage, num_bytes: int) -> None:
-        """Sets the count after a scan that found ``num_bytes`` and began at ``before``.
+        """Mends the count after a scan that found ``num_bytes`` and began at ``before``.
 
-        Changes made meanwhile are taken over, so the count is exact if there were none.
+        Exact if nothing changed meanwhile. Otherwise the truth lies between what was found without all that
+        was removed, and with all that was added: a count outside goes to the nearer of the two.
         """
         with self._locked():
             now = self._read_usage()
-            changed = now.num_bytes - before.num_bytes if before.known and now.known else 0
-            self._write_usage(max(0, num_bytes + changed), now.num_changes + 1)
+            least = num_bytes - (now.removed - before.removed)
+            most = num_bytes + (now.added - before.added)
+            count = min(max(now.num_bytes, least), most) if now.known else most
+            self._write_usage(Usage(max(0, count), now.added, now.removed))
 
     def reopen(self) -> None:
         """Looks for ``usage`` anew: somebody may have emptied the folder. Raises OSError."""
@@ -280,17 +284,19 @@ class DiskFolder:
     def _read_usage(self) -> Usage:
         data = os.pread(self._usage_fd, _USAGE.size, 0)
         if len(data) < _USAGE.size:
-            return Usage(0, 0, known=False)
-        num_bytes, num_changes = _USAGE.unpack(data)
-        return Usage(num_bytes, num_changes, known=num_bytes >= 0)
+            return Usage(0, 0, 0, known=False)
+        num_bytes, added, removed = _USAGE.unpack(data)
+        return Usage(num_bytes, added, removed, known=num_bytes >= 0)
 
-    def _write_usage(self, num_bytes: int, num_changes: int) -> None:
-        os.pwrite(self._usage_fd, _USAGE.pack(num_bytes, num_changes % 2**64), 0)
+    def _write_usage(self, usage: Usage) -> None:
+        data = _USAGE.pack(usage.num_bytes, usage.added % 2**64, usage.removed % 2**64)
+        os.pwrite(self._usage_fd, data, 0)
 
     def _count(self, num_bytes: int) -> None:
         now = self._read_usage()
         if now.known:
-            self._write_usage(max(0, now.num_bytes + num_bytes), now.num_changes + 1)
+            added, removed = now.added + max(0, num_bytes), now.removed + max(0, -num_bytes)
+            self._write_usage(Usage(max(0, now.num_bytes + num_bytes), added, removed))
 
 
 def _folders(path: str, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:

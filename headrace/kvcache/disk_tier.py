@@ -21,7 +21,7 @@ from pathlib import Path
 
 from headrace.core.messages import BlocksStored, CacheEvent
 from headrace.kvcache.block_format import HEADER_BYTES, BlockHeader, checksum, format_digest
-from headrace.kvcache.disk_folder import ROOT_BYTES, DiskFolder, FoundBlock
+from headrace.kvcache.disk_folder import ROOT_BYTES, DiskFolder, FoundBlock, Usage
 from headrace.kvcache.disk_index import DiskIndex
 from headrace.kvcache.disk_reader import DiskReader
 from headrace.kvcache.source import FillJob, FillSink
@@ -323,14 +323,14 @@ class DiskTier:
     # Scanner
 
     def _scan_all(self) -> None:
-        num_changes = -1
+        seen: Usage | None = None
         while not self._closing:
             try:
                 self._folder.reopen()
-                if not self._counted or self._scan_wanted or self._folder.usage().num_changes != num_changes:
+                if not self._counted or self._scan_wanted or self._folder.usage() != seen:
                     self._scan_wanted = False
                     self._scan()
-                    num_changes = self._folder.usage().num_changes
+                    seen = self._folder.usage()
             except OSError as error:
                 self._stop(error)
             with self._changed:

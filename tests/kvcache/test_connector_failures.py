@@ -220,7 +220,7 @@ def connect(server: ConnectorServer) -> socket.socket:
 
 
 def fetch_of(**change: Any) -> Fetch:
-    fields = {
+    fields: dict[str, Any] = {
         "job_id": "j",
         "protocol": PROTOCOL,
         "root": ROOT,
@@ -402,7 +402,7 @@ def test_a_wrong_block_ends_the_job_and_is_counted(script: Script, lie: str) -> 
         elif lie == "other id":
             head = Block(name, 2, ids[3], head.length, head.checksum, 2)
         elif lie == "other block":
-            head, payload = head, payload_of(ids[3])
+            payload = payload_of(ids[3])
         script.block(head, payload)
         script.block(*good(name, ids, 3, 3))  # too late: the job is over
         assert sink.wait().startswith("block 2 arrived")

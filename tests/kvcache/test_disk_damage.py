@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -176,7 +177,7 @@ def test_what_a_dead_process_was_writing_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [None, b"", b"\xff" * 16, b"\0" * 5], ids=["gone", "empty", "absurd", "short"]
+    "data", [None, b"", b"\xff" * 24, b"\0" * 5], ids=["gone", "empty", "absurd", "short"]
 )
 def test_a_damaged_count_is_mended_by_a_scan(tmp_path: Path, data: bytes | None) -> None:
     tier = tier_in(tmp_path)
@@ -200,7 +201,7 @@ def test_a_count_that_is_off_is_mended_by_a_scan(tmp_path: Path, wrong: int) -> 
     put(tier, job_of(6))
     usage = tier._folder.usage()
     with tier._folder._locked():
-        tier._folder._write_usage(usage.num_bytes + wrong * FILE_BYTES, usage.num_changes)
+        tier._folder._write_usage(dataclasses.replace(usage, num_bytes=usage.num_bytes + wrong * FILE_BYTES))
     tier.close()
     tier = tier_in(tmp_path)
     wait_until(lambda: tier._folder.usage().num_bytes == 6 * FILE_BYTES)
