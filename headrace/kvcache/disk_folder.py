@@ -19,6 +19,7 @@ import secrets
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ ROOT_BYTES = 8  # of the root that name its folder
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _USAGE = struct.Struct("<qQQ")
 TOUCH_S = 60.0
+LOCK_WAIT_S = 3.0
 _BLOCK_NAME = re.compile("[0-9a-f]{64}")
 _ROOT_NAME = re.compile("[0-9a-f]{16}")
 _FAN_NAME = re.compile("[0-9a-f]{2}")
@@ -267,11 +269,23 @@ class DiskFolder:
         with self._lock:
             if self._usage_fd < 0:
                 raise OSError(errno.EBADF, "the folder could not be opened")
-            fcntl.flock(self._usage_fd, fcntl.LOCK_EX)
+            self._wait_for_lock()
             try:
                 yield
             finally:
                 fcntl.flock(self._usage_fd, fcntl.LOCK_UN)
+
+    def _wait_for_lock(self) -> None:
+        """Held for microseconds, unless its holder was stopped just then: that must not stop us as well."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._usage_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EBUSY, "another process does not let go of the folder") from None
+                time.sleep(0.0005)
 
     def _replace_usage(self, fd: int) -> None:
         if self._usage_fd >= 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kvcache.disk_folder import TOUCH_S
+from headrace.kvcache.disk_folder import TOUCH_S, DiskFolder
 from tests.kvcache.disk import FILE_BYTES, files_of, put, read, tier_in, told
 from tests.kvcache.transfers import WAIT_S, job_of, nothing_left, wait_until
 
@@ -128,4 +128,22 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_only(tmp_path: Path) -> Non
     assert tier.stats().damaged_blocks == 0
     assert tier._folder.usage().num_bytes == len(files_of(tmp_path)) * FILE_BYTES
     assert tier.flush(WAIT_S)
+    tier.close()
+
+
+def test_a_process_that_stops_with_the_lock_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.kvcache.disk_folder.LOCK_WAIT_S", 0.1)
+    tier = tier_in(tmp_path, retry_s=0.1)
+    put(tier, job_of(5))
+    other = DiskFolder(tmp_path)
+    with other._locked():
+        put(tier, job_of(2, seed=1))
+        assert "does not let go" in tier.stats().stopped
+        assert read(tier, job_of(5)) == (5, "")
+    while tier.prefix(job_of(2, seed=1).block_ids) < 2:
+        put(tier, job_of(2, seed=1))
+    assert not tier.stats().stopped
+    other.close()
     tier.close()
