@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from headrace.core.errors import UnavailableError
 from headrace.core.knobs import RouterConfig
@@ -20,7 +20,7 @@ from headrace.router.budget import RetryBudget
 from headrace.router.flight import Flight, Sink
 from headrace.router.replica_client import ReplicaClient
 from headrace.router.text_flight import TextFlight, TextSink
-from headrace.router.worker import Worker, is_ours
+from headrace.router.worker import PairingWorker, Worker, is_ours
 
 if TYPE_CHECKING:
     from headrace.router.external.text_worker import TextWorker
@@ -118,10 +118,16 @@ class Dispatcher:
 
     # Called by flights
 
-    def worker(self, replica_id: str) -> Worker | None:
-        """What takes token ids for a replica; None if nothing does."""
+    def worker(self, replica_id: str, prefill_replica: str = "") -> Worker | None:
+        """What takes token ids for a replica; None if nothing does. ``prefill_replica`` computes the prompt:
+        one of ours fetches it by itself, other servers are sent their halves one by one."""
         link = self._links.get(replica_id)
-        return None if link is None else link.worker
+        if link is None or not prefill_replica or is_ours(link.member.endpoint):
+            return None if link is None else link.worker
+        prefill = self._links.get(prefill_replica)
+        if link.worker is None or prefill is None or prefill.worker is None:
+            return None
+        return cast(PairingWorker, link.worker).paired(cast(PairingWorker, prefill.worker))
 
     def text_worker(self, replica_id: str) -> TextWorker | None:
         """What takes text for a replica; None if nothing does."""
@@ -242,11 +248,8 @@ class _Link:
     def serves(self, member: Member, connection: ReplicaClient | None) -> bool:
         """Whether the member, as it is now, is reached in the same way; ``connection``: the placer's."""
         old, new = self.member, member
-        same = (old.endpoint.address, old.endpoint.kind, old.endpoint.text_only) == (
-            new.endpoint.address,
-            new.endpoint.kind,
-            new.endpoint.text_only,
-        )
+        fields = ("address", "kind", "text_only", "bootstrap_port")
+        same = all(getattr(old.endpoint, name) == getattr(new.endpoint, name) for name in fields)
         if is_ours(new.endpoint):
             # a connection finds out by itself that the process behind it is another one
             return same and (connection is None or connection is self.worker)

@@ -58,6 +58,7 @@ class Flight:
     """One submitted request; made by ``Dispatcher.submit``."""
 
     __slots__ = (
+        "_alone",
         "_caller_id",
         "_connecting",
         "_dispatcher",
@@ -102,6 +103,7 @@ class Flight:
         self.attempt = 0
         self._excluded: list[str] = []
         self._num_refusals = 0
+        self._alone = False  # not split any more
         self._num_tokens = 0
         first = request.sample_index
         # those that have not ended, with their output
@@ -149,7 +151,8 @@ class Flight:
             return
         self._leave("aborted")
         self.num_rescues += 1
-        self._move()
+        assert self.placement is not None
+        self._move(self.placement.replica_id)
 
     def fail(self, error: HeadraceError) -> None:
         """Ends the request with an error."""
@@ -214,6 +217,7 @@ class Flight:
             deadline=request.deadline,
             attempt=self.attempt,
             exclude=self._excluded,
+            whole=self._alone or (request.sampling.prompt_logprobs is not None and not self._num_tokens),
         )
 
     def _launch(self, deadline: float) -> None:
@@ -221,7 +225,7 @@ class Flight:
         self._connecting = None
         assert self.placement is not None
         dispatcher, replica_id = self._dispatcher, self.placement.replica_id
-        worker = dispatcher.worker(replica_id)
+        worker = dispatcher.worker(replica_id, self.placement.prefill_replica)
         if worker is None or not worker.alive:
             text_worker = dispatcher.text_worker(replica_id)
             if text_worker is not None and self._num_tokens:
@@ -234,6 +238,9 @@ class Flight:
             elif dispatcher.clock() < deadline:
                 dispatcher.hurry(replica_id)
                 self._connecting = dispatcher.loop.call_later(RETRY_S, self._launch, deadline)
+            elif worker is None and dispatcher.worker(replica_id) is not None:
+                name = self.placement.prefill_replica
+                self.on_prefill_failed(UnavailableError(f"replica {name} cannot be reached"), "replica_gone")
             else:
                 self.on_failed(UnavailableError(f"replica {replica_id} cannot be reached"), "replica_gone")
             return
@@ -253,8 +260,10 @@ class Flight:
     def _requests(self) -> list[Request]:
         """What is left to do: the request as it is before any token, else each open sample alone."""
         request = self.request
-        if self.attempt:
-            request = replace(request, request_id=self._worker_id)
+        assert self.placement is not None
+        prefill_from = self.placement.prefill_address
+        if self.attempt or prefill_from:
+            request = replace(request, request_id=self._worker_id, prefill_from=prefill_from)
         if not self._num_tokens and len(self._samples) == request.sampling.n:
             return [request]
         return continued(request, self._samples, self._info(), has_begun=self._num_tokens > 0)
@@ -299,10 +308,11 @@ class Flight:
         self._tell(outputs)
         if not self._lease_began_at and self._has_place:
             self._lease_began_at = now
-            num_cached = outputs[0].num_cached_tokens
-            if not num_cached and outputs[0].timing is None and self.placement is not None:
+            num_cached, timing = outputs[0].num_cached_tokens, outputs[0].timing
+            if not num_cached and timing is None and self.placement is not None:
                 num_cached = self.placement.num_cached_tokens  # an engine that tells it later, or never
-            self._dispatcher.placer.began(self.request.request_id, now - self.lease_placed_at, num_cached)
+            ttft_s = now - self.lease_placed_at
+            self._dispatcher.placer.began(self.request.request_id, ttft_s, num_cached, timing)
 
     def _tell(self, outputs: list[Output]) -> None:
         try:
@@ -331,7 +341,20 @@ class Flight:
 
     def on_failed(self, error: HeadraceError, outcome: Outcome) -> None:
         """The worker gave up; the request goes on elsewhere where that can help and is allowed."""
+        assert self.placement is not None
         self._leave(outcome)
+        self._fail_or_move(error, outcome, self.placement.replica_id)
+
+    def on_prefill_failed(self, error: HeadraceError, outcome: Outcome) -> None:
+        """The prefill side of a pair gave up: another one may do it, or the decode side alone."""
+        assert self.placement is not None
+        self._leave("aborted", outcome)
+        self._fail_or_move(error, outcome, self.placement.prefill_replica, alone=not self._alone)
+
+    def _fail_or_move(
+        self, error: HeadraceError, outcome: Outcome, failed_id: str, *, alone: bool = False
+    ) -> None:
+        """``alone``: once no other attempt is allowed, one that is not split still is."""
         dispatcher = self._dispatcher
         if outcome == "caller_fault":
             self.fail(error)
@@ -344,8 +367,10 @@ class Flight:
                 outcome == "replica_gone" or dispatcher.budget.take(dispatcher.clock())
             )
             self.num_rescues += may_move
+        if not may_move and alone:
+            may_move = self._alone = True
         if may_move:
-            self._move()
+            self._move(failed_id)
         else:
             self.fail(error)
 
@@ -364,13 +389,13 @@ class Flight:
 
     # Moving and ending
 
-    def _move(self) -> None:
-        """Places what has not ended again, elsewhere."""
+    def _move(self, failed_id: str) -> None:
+        """Places what has not ended again, without the replica that is to be avoided."""
         assert self.placement is not None
         replica_id = self.placement.replica_id
         self.attempt += 1
-        if replica_id not in self._excluded:
-            self._excluded.append(replica_id)
+        if failed_id not in self._excluded:
+            self._excluded.append(failed_id)
         self.placement = None
         self._dispatcher.left(replica_id)
         info = self._info()
@@ -387,7 +412,7 @@ class Flight:
                 return
         self._place()
 
-    def _leave(self, outcome: Outcome) -> None:
+    def _leave(self, outcome: Outcome, prefill_outcome: Outcome | None = None) -> None:
         """Ends the present attempt: nothing more comes of it, and the router knows how it went."""
         request_id = self.request.request_id
         if self._connecting is not None:
@@ -403,7 +428,8 @@ class Flight:
         if self._has_place:
             self._has_place = False
             decode_s = self.last_token_at - self._lease_began_at if self._lease_began_at else 0.0
-            self._dispatcher.placer.release(request_id, outcome, self._lease_num_tokens, decode_s)
+            num_tokens = self._lease_num_tokens
+            self._dispatcher.placer.release(request_id, outcome, num_tokens, decode_s, prefill_outcome)
 
     def _end(self, outcome: Outcome) -> None:
         if self.ended:
@@ -415,8 +441,8 @@ class Flight:
 
 
 class Leg:
-    """One attempt's ear and mouth: a Receiver, and the TextLease of a body that is forwarded. What is said
-    to it once the flight has moved on or ended is ignored."""
+    """One attempt's ear and mouth: a PairReceiver, and the TextLease of a body that is forwarded. What is
+    said to it once the flight has moved on or ended is ignored."""
 
     __slots__ = ("flight",)
 
@@ -437,6 +463,11 @@ class Leg:
         """See Receiver."""
         if self.flight is not None:
             self.flight.on_failed(error, outcome)
+
+    def on_prefill_failed(self, error: HeadraceError, outcome: Outcome) -> None:
+        """See PairReceiver."""
+        if self.flight is not None:
+            self.flight.on_prefill_failed(error, outcome)
 
     def forward(self, sink: Sink, worker: TextWorker) -> None:
         """Lets the sink forward its body, unless it was aborted meanwhile."""

@@ -171,7 +171,7 @@ class Pairs:
             name, ready_s = plan.asked.replica.replica_id, plan.asked.ready_s
             return f"not split: {name}, ready in {ready_s:.2f} s, costs {-plan.saved_s:.2f} s more"
         if route.whole:
-            return "not split: the request asks for the prompt's log-probabilities"
+            return "not split: all of the prompt must be computed there"
         reasons = []
         for replica in everyone:
             reason = "failed this request before" if replica.replica_id in route.exclude else ""

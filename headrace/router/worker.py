@@ -28,6 +28,14 @@ class Receiver(Protocol):
         ``replica_gone``, or ``aborted``: nobody's, it just takes nothing new."""
 
 
+class PairReceiver(Receiver, Protocol):
+    """Takes what comes back from a pair of servers."""
+
+    def on_prefill_failed(self, error: HeadraceError, outcome: Outcome) -> None:
+        """The prefill side failed before the answer began: the request has ended unfinished, as after
+        ``on_failed``, and the decode side is not to blame."""
+
+
 class Worker(Protocol):
     """A replica that takes token ids and gives token ids."""
 
@@ -44,6 +52,13 @@ class Worker(Protocol):
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:
         """Stops a request, or one sample; its receiver hears nothing more of it. Unknown ids are ignored."""
+
+
+class PairingWorker(Worker, Protocol):
+    """A server that is not ours, and may answer what another one of its kind has prefilled."""
+
+    def paired(self, prefill: PairingWorker) -> Worker:
+        """Both as one worker, for one request whose receiver is a PairReceiver."""
 
 
 def is_ours(endpoint: Endpoint) -> bool:

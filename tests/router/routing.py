@@ -7,6 +7,7 @@ import msgspec
 from headrace.core.knobs import RouterConfig
 from headrace.core.messages import BlocksStored, Stats
 from headrace.core.routing import Capabilities, Endpoint, ModelInfo, Route
+from headrace.router.kv_traits import NO_TRAITS, KvTraits
 from headrace.router.router import Router
 
 BLOCK = 16
@@ -55,7 +56,7 @@ def add(
     """An endpoint that is up. ``fields`` are the Endpoint's, and ``up``'s arguments."""
     told = {
         key: fields.pop(key)
-        for key in ("instance", "max_num_seqs", "num_blocks", "hardware", "block_size")
+        for key in ("instance", "max_num_seqs", "num_blocks", "hardware", "block_size", "kv")
         if key in fields
     }
     base = Endpoint(replica_id=name, model="m", address=f"/{name}", kind=capabilities.kind)
@@ -73,6 +74,7 @@ def up(
     num_blocks: int = 1000,
     block_size: int = BLOCK,
     hardware: str = "cpu",
+    kv: KvTraits = NO_TRAITS,
     now: float = 0.0,
 ) -> None:
     info = ModelInfo(
@@ -91,6 +93,7 @@ def up(
         num_blocks=num_blocks,
         block_size=block_size,
         hardware=hardware,
+        kv=kv,
         now=now,
     )
 

@@ -20,14 +20,18 @@ from headrace.core.routing import Capabilities, Endpoint, EngineKind
 from headrace.router.external.engine import Lookup, Reader, TokenEngine
 from headrace.router.external.faults import ServerFault, fault_of_failure, fault_of_status, garbage
 from headrace.router.external.http_client import Call, Headers, HTTPClient, HTTPFailure
+from headrace.router.external.http_client import Receiver as HTTPReceiver
 from headrace.router.external.llama_server import LlamaServer
+from headrace.router.external.pair import MakeSample, PairWorker
 from headrace.router.external.sglang import SGLang
+from headrace.router.external.sglang_pair import SGLangSample
 from headrace.router.external.silence import SilenceWatch
 from headrace.router.external.sse import EventTooLargeError, SSEReader
 from headrace.router.external.tensorrt_llm import TensorRTLLM
 from headrace.router.external.vllm import VLLMCompletions
 from headrace.router.external.vllm_generate import VLLMGenerate
-from headrace.router.worker import Receiver
+from headrace.router.external.vllm_pair import VLLMSample
+from headrace.router.worker import PairingWorker, Receiver
 
 MAX_WHOLE_BYTES = 256 * 1024 * 1024
 LOOKUP_TIMEOUT_S = 10.0
@@ -40,6 +44,7 @@ _ENGINES: list[tuple[EngineKind, type[TokenEngine]]] = [
     ("llama-server", LlamaServer),
     ("tensorrt-llm", TensorRTLLM),
 ]
+_PAIRS: dict[EngineKind, MakeSample] = {"vllm": VLLMSample, "sglang": SGLangSample}
 _BY_PATH = {(kind, engine.path): engine for kind, engine in _ENGINES}
 
 
@@ -75,20 +80,34 @@ class ExternalWorker:
         if self._closed:
             raise UnavailableError("the connection to this server was closed")
         first = request.sample_index
-        remote_model = self.endpoint.remote_model or self.capabilities.remote_model
         # all bodies before the first is sent: a refusal must leave nothing running
-        bodies = [
-            self._engine.encode(request, index, remote_model)
-            for index in range(first, first + request.sampling.n)
-        ]
+        bodies = {index: self.encode(request, index) for index in range(first, first + request.sampling.n)}
+        self.send(request, bodies, receiver)
+
+    def encode(self, request: Request, index: int) -> tuple[bytes, bool]:
+        """The body for one sample, and whether its answer streams; see TokenEngine."""
+        remote_model = self.endpoint.remote_model or self.capabilities.remote_model
+        return self._engine.encode(request, index, remote_model)
+
+    def send(self, request: Request, bodies: dict[int, tuple[bytes, bool]], receiver: Receiver) -> None:
+        """Sends samples of a request, by index; they fail together."""
         group: list[_Sample] = []
         samples = self._samples.setdefault(request.request_id, {})
-        for index, (body, streams) in enumerate(bodies, first):
+        for index, (body, streams) in bodies.items():
             sample = _Sample(self, request, index, streams, receiver, group)
             samples[index] = sample
             group.append(sample)
-            headers = [_JSON, (b"x-request-id", request.request_id.encode("latin-1", "replace"))]
-            sample.call = self.client.request("POST", self._engine.path, headers, body, sample)
+            sample.call = self.post(request, body, sample)
+
+    def post(self, request: Request, body: bytes, receiver: HTTPReceiver) -> Call:
+        """One HTTP request for tokens."""
+        headers = [_JSON, (b"x-request-id", request.request_id.encode("latin-1", "replace"))]
+        return self.client.request("POST", self._engine.path, headers, body, receiver)
+
+    def paired(self, prefill: PairingWorker) -> PairWorker:
+        """See PairingWorker."""
+        assert isinstance(prefill, ExternalWorker)
+        return PairWorker(prefill, self, _PAIRS[self.capabilities.kind])
 
     def abort(self, request_id: str, sample_index: int | None = None) -> None:
         """See Worker."""
