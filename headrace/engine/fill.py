@@ -27,13 +27,16 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, SequenceStatus
 from headrace.kvcache.source import BlockSource, FillJob
 
-# Copied into the cache in one step while others run: some 5 ms, a fraction of a decode step of the models
+# Copied into the cache in one step while others run: 2 to 5 ms, a fraction of a decode step of the models
 # whose blocks are large, so that running streams notice nothing. While nothing runs, the larger bound keeps
 # the caller's loop answering.
 BYTES_PER_STEP = 16 * 1024 * 1024
 IDLE_BYTES_PER_STEP = 256 * 1024 * 1024
-# A fill is given up when nothing arrived for this long beside what computing it would have taken.
+# A fill is given up when nothing arrived for this long, and beside that for as long as computing it here
+# would take (UNKNOWN_S where that is not known); twice as long for a prefill replica, which may have others to
+# serve first, and whose steps may be long.
 STALL_S = 5.0
+UNKNOWN_S = 10.0
 # Reading from disk: until it is learned, so fast (bytes a second), and so late (seconds).
 DEFAULT_READ_RATE = 400e6
 READ_LATENCY_S = 0.001
@@ -248,7 +251,7 @@ class Filler:
         now = self._clock()
         self._num_opened += 1
         predicted = self._compute_s(stop - first)
-        stall_s = STALL_S + (predicted if predicted < float("inf") else STALL_S)
+        stall_s = STALL_S + (1 if from_disk else 2) * (predicted if predicted < float("inf") else UNKNOWN_S)
         source: BlockSource
         if from_disk:
             assert self.disk is not None

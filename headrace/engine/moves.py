@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from headrace.engine.sequence import Sequence
 from headrace.engine.write_behind import WriteBehind
 from headrace.kvcache.connector import ConnectorClient
 from headrace.kvcache.disk_tier import DiskTier
+from headrace.kvcache.receiving import Patience
 from headrace.kvcache.source import BlockSource
 from headrace.models.cache import cache_folder
 
@@ -199,7 +201,10 @@ class BlockMoves:
 
     def _client(self) -> BlockSource:
         if self._remote is None:
-            self._remote = ConnectorClient(kv_format=self._kv_format, block_bytes=self._block_bytes)
+            patience = Patience(stall_s=math.inf)  # how long to wait for a block is the filler's to say
+            self._remote = ConnectorClient(
+                kv_format=self._kv_format, block_bytes=self._block_bytes, patience=patience
+            )
         return self._remote
 
     def _wake(self) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from headrace.kvcache.block_pool import BlockPool
 
-# Copied out in one step while others run: some 3 ms, a fraction of a decode step of the models whose blocks
+# Copied out in one step while others run: 1 to 3 ms, a fraction of a decode step of the models whose blocks
 # are large. While nothing runs, the larger bound keeps the caller's loop answering.
 BYTES_PER_STEP = 8 * 1024 * 1024
 IDLE_BYTES_PER_STEP = 32 * 1024 * 1024

@@ -199,9 +199,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
     @precondition(lambda self: self.scheduler.has_work)
-    @rule(count=st.integers(1, 8), drop=st.booleans(), read=st.booleans())
-    def step(self, count: int, drop: bool, read: bool) -> None:
+    @rule(count=st.integers(1, 8), drop=st.booleans(), read=st.booleans(), brought=st.integers(0, 3))
+    def step(self, count: int, drop: bool, read: bool, brought: int) -> None:
         for _ in range(count):
+            for source in (self.rig.disk, self.rig.remote):
+                for which in reversed(range(len(source.jobs))):
+                    source.deliver(brought, which)
             self.rig.before_step()
             schedule = self.scheduler.schedule()
             if drop:  # the model failed, say
