@@ -33,8 +33,8 @@ from headrace.kvcache.source import BlockSource, FillJob
 BYTES_PER_STEP = 16 * 1024 * 1024
 IDLE_BYTES_PER_STEP = 256 * 1024 * 1024
 # A fill is given up when nothing arrived for this long, and beside that for as long as computing it here
-# would take (UNKNOWN_S where that is not known); twice as long for a prefill replica, which may have others to
-# serve first, and whose steps may be long.
+# would take (UNKNOWN_S where that is not known), or twice as long where the source is a prefill replica: it
+# may have others to serve first, and its steps may be long.
 STALL_S = 5.0
 UNKNOWN_S = 10.0
 # Reading from disk: until it is learned, so fast (bytes a second), and so late (seconds).

@@ -187,7 +187,7 @@ class BlockMoves:
     def close(self) -> None:
         """Writes what is cached to disk, for a few seconds at most, and ends all threads."""
         self.filler.stop()
-        self.prefiller.refuse("the replica stops")
+        self.prefiller.close()
         if self._write_behind is not None and not self._write_behind.flush(FLUSH_S):
             log.warning("not all cached blocks could be written to disk in %g s", FLUSH_S)
         if self.disk is not None:

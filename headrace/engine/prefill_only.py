@@ -3,8 +3,8 @@
     connector's thread            engine's thread
     start(job, stream)  ──┐
     room(key)             ├─► word left, wake() ─► take_word(): a sequence in the scheduler's line like any
-    cancel(key)         ──┘                        other; advance(): what is computed, or was cached ─► stream
-                                                   all of it in the stream: blocks freed
+    cancel(key)         ──┘                        other; advance(): what is computed, or was cached ─► Sender
+                                                   all of it sent: blocks freed
 
 The sequence runs until its last block is in the stream, so nobody can evict what is still to be sent. If it
 is preempted meanwhile, it computes again what the cache has lost, and goes on where it was.
@@ -16,17 +16,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.core.errors import HeadraceError
 from headrace.core.request import Request, SamplingParams
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.sender import Outgoing, Sender
 from headrace.engine.sequence import Sequence as Prompt
 from headrace.engine.sequence import SequenceStatus
 from headrace.kvcache.connector import SendJob, SendStream
 
-# Copied out in one step while others run, for the same reason as what is copied in (``engine.fill``).
-BYTES_PER_STEP = 32 * 1024 * 1024
-IDLE_BYTES_PER_STEP = 256 * 1024 * 1024
 # A receiver that has had no room for so long while blocks were ready for it does not get them any more.
 LEASE_S = 15.0
 # No caller can choose a request's name that begins so.
@@ -36,9 +35,8 @@ _PREFIX = "\0prefill/"
 @dataclass
 class _Job:
     prompt: Prompt
-    stream: SendStream
-    num_sent: int  # index of the next block to send
-    last_progress: float
+    outgoing: Outgoing
+    num_offered: int  # leading blocks that the sender was given, or the receiver has
     told_computed: bool = False
 
 
@@ -57,15 +55,15 @@ class Prefiller:
         block_bytes: int,
         check: Callable[[Request], None],
         wake: Callable[[], None],
+        threaded: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``read`` copies blocks out of the cache; ``check`` raises HeadraceError for a prompt that the model
-        cannot take."""
-        self.num_sent_blocks = 0
-        self.num_sent_bytes = 0
+        """``read`` copies blocks out of the cache, from any thread; ``check`` raises HeadraceError for a
+        prompt that the model cannot take. Without a thread, blocks are sent in ``advance``."""
         self._scheduler = scheduler
-        self._read = read
         self._block_bytes = block_bytes
+        self._sender = Sender(read=read, wake=wake, threaded=threaded, clock=clock)
+        self._threaded = threaded
         self._check = check
         self._wake = wake
         self._clock = clock
@@ -77,6 +75,14 @@ class Prefiller:
     def has_word(self) -> bool:
         """Whether other threads left something that ``take_word`` has not seen."""
         return bool(self._word)
+
+    @property
+    def num_sent_blocks(self) -> int:
+        return self._sender.num_sent_blocks
+
+    @property
+    def num_sent_bytes(self) -> int:
+        return self._sender.num_sent_blocks * self._block_bytes
 
     @property
     def num_jobs(self) -> int:
@@ -94,7 +100,7 @@ class Prefiller:
 
     def room(self, key: str) -> None:
         """The job's stream has room again."""
-        self._wake()
+        self._sender.notice()
 
     def cancel(self, key: str) -> None:
         """Ends a job and frees its blocks before the next step; unknown keys are ignored."""
@@ -106,6 +112,11 @@ class Prefiller:
         self._refusal = reason
         for job in list(self._jobs.values()):
             self._end(job, reason)
+
+    def close(self) -> None:
+        """Ends all jobs and the sender's thread."""
+        self.refuse("the replica stops")
+        self._sender.close()
 
     def take_word(self) -> None:
         """Starts and cancels what other threads asked for; to be called before each step."""
@@ -119,18 +130,24 @@ class Prefiller:
                 self._begin(*word)
 
     def advance(self) -> None:
-        """Sends what is computed by now; to be called after each step."""
-        others = self._scheduler.num_running > len(self._jobs)
-        budget = BYTES_PER_STEP if others else IDLE_BYTES_PER_STEP
-        now = self._clock()
+        """Offers what is computed by now, and ends what is sent; to be called after each step."""
         for job in list(self._jobs.values()):
             prompt = job.prompt
-            if prompt.status is SequenceStatus.FINISHED:  # somebody else ended it
+            if prompt.status is SequenceStatus.RUNNING:
+                self._offer(job)
+            elif prompt.status is SequenceStatus.FINISHED:  # somebody else ended it
                 self._end(job, "the prompt could not be computed")
-            elif prompt.status is SequenceStatus.RUNNING:
-                budget -= self._send(job, budget, now)
-            else:
-                job.last_progress = now  # it waits for us, not we for the receiver
+        if not self._threaded:
+            self._sender.pump()
+        now = self._clock()
+        for job in list(self._jobs.values()):
+            outgoing = job.outgoing
+            if outgoing.num_sent == _num_blocks(job):
+                self._end(job, "")
+            elif not outgoing.ready:
+                outgoing.last_progress = now  # it waits for us, not we for the receiver
+            elif now > outgoing.last_progress + LEASE_S:
+                self._end(job, f"the receiver took nothing for {LEASE_S:g} s")
 
     def failed(self, prompt: Prompt, reason: str) -> None:
         """Ends the job of a prompt that the model could not compute."""
@@ -142,17 +159,21 @@ class Prefiller:
         """Seconds until there is something to do for ``advance``, beside what a step or a call brings."""
         if self._word:
             return 0.0
-        waits = [self._wait_s(job) for job in self._jobs.values() if self._num_ready(job)]
-        return min(waits, default=None)
+        return min((self._wait_s(job) for job in self._jobs.values()), default=None)
 
     def check_integrity(self) -> None:
-        """Asserts that no job is over and still known."""
-        assert all(_PREFIX in key and job.num_sent <= _num_blocks(job) for key, job in self._jobs.items())
+        """Asserts that nothing is offered or sent which is not there."""
+        for job in self._jobs.values():
+            assert job.outgoing.num_sent <= job.num_offered <= _num_blocks(job)
+            assert job.prompt.status is SequenceStatus.RUNNING or not job.outgoing.ready
 
     def _wait_s(self, job: _Job) -> float:
-        if job.stream.room() > 0:
+        outgoing = job.outgoing
+        if outgoing.num_sent == _num_blocks(job) or (
+            not self._threaded and outgoing.ready and outgoing.stream.room() > 0
+        ):
             return 0.0
-        return max(0.001, job.last_progress + LEASE_S - self._clock())
+        return max(0.001, outgoing.last_progress + LEASE_S - self._clock())
 
     def _begin(self, send: SendJob, stream: SendStream) -> None:
         block_size = self._scheduler.config.block_size
@@ -175,48 +196,34 @@ class Prefiller:
         except HeadraceError as error:
             stream.end(error.message)
             return
-        self._jobs[request_id] = _Job(prompt, stream, send.first, self._clock())
+        job = _Job(prompt, Outgoing(stream, send.first, self._clock()), send.first)
+        self._jobs[request_id] = job
+        prompt.on_release = partial(self._withdraw, job)
 
-    def _num_ready(self, job: _Job) -> int:
-        """Blocks that are computed and not sent."""
-        if job.prompt.status is not SequenceStatus.RUNNING:
-            return 0
-        computed = job.prompt.num_computed_tokens // self._scheduler.config.block_size
-        return max(0, computed - job.num_sent)
-
-    def _send(self, job: _Job, budget: int, now: float) -> int:
-        """Sends within the budget, in bytes, and the stream's room; returns how many bytes that were."""
-        prompt, stream = job.prompt, job.stream
+    def _offer(self, job: _Job) -> None:
+        prompt = job.prompt
         if not prompt.caches_blocks:
             self._end(job, "the replica's weights or kernels changed")
-            return 0
-        computed = prompt.num_computed_tokens == len(prompt.tokens)
-        if computed and not job.told_computed:
+            return
+        if prompt.num_computed_tokens == len(prompt.tokens) and not job.told_computed:
             job.told_computed = True
-            stream.computed()
-        ready = self._num_ready(job)
-        affordable = max(0, -(-budget // self._block_bytes))
-        count = min(ready, affordable, stream.room())
-        if count:
-            first, last = job.num_sent, job.num_sent + count
-            payloads = self._read(prompt.block_table[first:last])
-            for index, payload in enumerate(payloads, first):
-                stream.send(index, prompt.block_ids[index], payload)
-            job.num_sent = last
-            self.num_sent_blocks += count
-            self.num_sent_bytes += count * self._block_bytes
-        if count or ready == 0 or affordable == 0:
-            job.last_progress = now
-        elif now > job.last_progress + LEASE_S:
-            self._end(job, f"the receiver took nothing for {LEASE_S:g} s")
-        if job.num_sent == _num_blocks(job):
-            self._end(job, "")
-        return count * self._block_bytes
+            job.outgoing.stream.computed()
+        first, last = job.num_offered, prompt.num_computed_tokens // self._scheduler.config.block_size
+        if first < last:
+            job.num_offered = last
+            blocks = zip(prompt.block_ids[first:last], prompt.block_table[first:last], strict=True)
+            self._sender.offer(job.outgoing, list(blocks))
+
+    def _withdraw(self, job: _Job) -> None:
+        """Its blocks are about to be freed."""
+        self._sender.withdraw(job.outgoing)
+        job.num_offered = job.outgoing.num_sent
 
     def _end(self, job: _Job, reason: str) -> None:
         if self._jobs.pop(job.prompt.request_id, None) is None:
             return
-        job.stream.end(reason)
+        self._withdraw(job)
+        job.outgoing.stream.end(reason)
         if job.prompt.status is SequenceStatus.RUNNING:
             self._scheduler.finish(job.prompt)
         elif job.prompt.status is not SequenceStatus.FINISHED:

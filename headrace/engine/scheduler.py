@@ -429,6 +429,8 @@ class Scheduler:
     def _preempt_last(self) -> Sequence:
         """Sends the running sequence that arrived last back to the waiting line, without its blocks."""
         sequence = self._running.pop()
+        if sequence.on_release is not None:
+            sequence.on_release()
         self.block_pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
@@ -477,6 +479,8 @@ class Scheduler:
         """Ends a sequence that left its list already. If samples wait for it, the next one leads them."""
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+        if sequence.on_release is not None:
+            sequence.on_release()
         self.block_pool.free(sequence.block_table or sequence.held_blocks)
         sequence.block_table, sequence.held_blocks = [], []
         self._queue(sequence, 0)

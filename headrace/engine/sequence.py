@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from headrace.core.messages import FinishReason
@@ -66,6 +67,7 @@ class Sequence:
         "num_queued_tokens",
         "num_registered_blocks",
         "num_sampled_tokens",
+        "on_release",
         "prefill_only",
         "prompt_length",
         "request",
@@ -109,6 +111,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_ids: list[bytes] = []
         self.prefill_only = prefill_only
+        self.on_release: Callable[[], None] | None = None  # to be called before its table is freed
         self.held_blocks: list[int] = []
         self.num_fills = 0  # times it left the line for blocks from elsewhere, since it last ran
         self.first_filled_block = 0  # what memory had when the last fill began

@@ -210,6 +210,7 @@ class FillingRig:
             block_bytes=self.io.block_bytes,
             check=lambda request: None,
             wake=self._wake,
+            threaded=False,
             clock=lambda: self.now,
         )
         self.write_behind = WriteBehind(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,9 @@ def run_split(
     """Runs requests on ``engine``; the peer's engine takes its steps at random moments in between."""
     results: dict[tuple[str, int], Result] = {}
     waiting = list(requests)
-    num_turns = 0
     while waiting or engine.has_work:
-        num_turns += 1
-        assert num_turns < 20_000, "it does not end"
+        if not waiting and 0.0 not in (engine.wait_s(), peer.engine.wait_s()):
+            time.sleep(0.0005)  # blocks are on their way
         if peer.engine.prefiller.num_sent_blocks >= dies_after and not peer.is_dead:
             peer.die()
         if waiting and rng.random() < 0.4:
@@ -191,8 +191,8 @@ def test_an_abort_while_filling_ends_the_work_on_both_sides(tiny: Callable[..., 
     engine.moves.use_remote(Peer(other))
     engine.add(remote(make_request("a", list(range(3, 45)), n=2)))
     other.step()
-    engine.step()
-    assert engine.stats().num_free_blocks < engine.stats().num_blocks
+    while engine.stats().num_free_blocks == engine.stats().num_blocks:
+        engine.step()
     assert engine.abort("a") == 2 and not engine.has_work
     other.step()
     for one in (engine, other):

@@ -102,7 +102,7 @@ def test_a_cancelled_job_frees_its_blocks_before_the_next_step(steps: int) -> No
         rig.step()
     rig.prefiller.cancel("key")
     rig.prefiller.cancel("unknown")
-    assert rig.num_wakes == 3 and rig.prefiller.wait_s() == 0.0
+    assert rig.num_wakes >= 3 and rig.prefiller.wait_s() == 0.0
     schedule, _ = rig.step()
     assert schedule.entries == [] and stream.reason == "cancelled"
     assert rig.pool.num_free == rig.pool.num_blocks and not rig.scheduler.has_work
