@@ -102,6 +102,20 @@ class Server:
         (pid,) = self.pids("headrace.replica")
         return pid
 
+    def pid_of(self, replica: str) -> int:
+        """The process that listens on a replica's socket."""
+        folder = f"{self.environment['TMPDIR']}/"
+        listening = set()
+        for line in Path("/proc/net/unix").read_text().splitlines():
+            columns = line.split()  # number, references, protocol, flags, type, state, inode, path
+            if columns[-1].startswith(folder) and columns[-1].endswith(f"-{replica}.sock"):
+                listening.add(f"socket:[{columns[6]}]")
+        for pid in self.pids("headrace.replica"):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                if os.readlink(entry) in listening:
+                    return pid
+        raise AssertionError(f"no process listens for {replica}")
+
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs `headrace ps`, `why`, `scale` or `reload` against this server."""
         return subprocess.run(

@@ -32,6 +32,8 @@ class Stream:
     path: str
     body: dict[str, Any]
     request_id: str = ""
+    wants_receipt: bool = False
+    receipt: dict[str, Any] = field(default_factory=dict)
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     num_events: int = 0
@@ -47,6 +49,7 @@ class Stream:
             self.failure = json.dumps(event)
             return
         self.usage = event.get("usage") or self.usage
+        self.receipt = event.get("receipt") or self.receipt
         for each in event["choices"]:
             choice = self.choices.setdefault(each["index"], Choice())
             assert choice.finish_reason is None, "an event after the end"
@@ -71,6 +74,8 @@ def _take_logprobs(choice: Choice, found: dict[str, Any]) -> None:
 async def _run_one(session: aiohttp.ClientSession, url: str, stream: Stream) -> None:
     body = {**stream.body, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"x-request-id": stream.request_id} if stream.request_id else {}
+    if stream.wants_receipt:
+        headers["x-headrace-receipt"] = "1"
     async with session.post(url + stream.path, json=body, headers=headers) as response:
         if response.status != 200:
             stream.failure = f"{response.status}: {await response.text()}"

@@ -13,9 +13,9 @@ END_TOKEN = 2
 MAX_LEN = 512
 
 
-def write_model(folder: Path, *, vocab_size: int = VOCAB) -> Path:
+def write_model(folder: Path, *, vocab_size: int = VOCAB, max_len: int = MAX_LEN) -> Path:
     """A llama of three layers whose every token has a text; it hardly ever ends by itself."""
-    make_tiny("llama", folder, vocab_size=vocab_size, eos_token_id=END_TOKEN, max_position_embeddings=MAX_LEN)
+    make_tiny("llama", folder, vocab_size=vocab_size, eos_token_id=END_TOKEN, max_position_embeddings=max_len)
     text = write_tokenizer(folder / "text")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(text / name, folder / name)
