@@ -4,12 +4,12 @@
                      └─ read_s ───────┴─ ready there, then moved ────────────────┘ of the last block
 
     alone = predicted TTFT, all computed here             + streams · seconds of computing here
-    split = predicted TTFT, the rest computed here        + streams · (seconds of computing the rest
-                                                                       + of writing blocks into the cache)
+    split = predicted TTFT, the rest computed here        + streams · seconds of writing blocks into the cache
                                                           + what it costs the giver's own streams
 
-``streams`` run here or will: each stands still while a chunk of a prompt is computed, and a second of that
-costs what a second until a first token costs. So a replica without streams computes its prompts itself
+``streams`` run here, or will once the prompts ahead are computed: each stands still while a chunk of a prompt
+is computed, and a second of that costs what a second until a first token costs; SMALL_PROMPT tokens go along
+with a step of the streams and cost them nothing. So a replica without streams computes its prompts itself
 unless its queue is long, and a giver whose queue is too long is not used. Of several givers the one that will
 have computed the prompt first is taken. The prompt is in its queue from then on, until the answer begins or
 the request ends. Pure functions and the state of leases: no clock, no IO.
@@ -28,6 +28,7 @@ from headrace.router.disk_index import DiskFolder
 from headrace.router.lease import OpenLease
 from headrace.router.plan import Giver, Plan
 from headrace.router.prefix_index import PrefixIndex
+from headrace.router.rates import SMALL_PROMPT
 from headrace.router.registry import Registry, Replica
 
 DELIVERED = 0.5
@@ -48,6 +49,8 @@ class Prompt(NamedTuple):
     @property
     def num_reusable_tokens(self) -> int:
         """Whole blocks without the last token, which is always computed where the answer begins."""
+        if not self.per_block:
+            return 0
         return min(self.per_block * len(self.keys), (self.num_tokens - 1) // self.per_block * self.per_block)
 
 
@@ -70,10 +73,10 @@ class Pairs:
         """One per candidate, without those that can do nothing alone and have no giver now. ``depths``: how
         many blocks each slot of the index has in memory."""
         plans = self._disk_plans(prompt, depths, candidates)
-        everyone = registry.givers(prompt.route.model)
-        if not everyone or not prompt.per_block:
+        model, is_text = prompt.route.model, prompt.route.text_only
+        if is_text or not registry.has_roles(model):
             return candidates, plans
-        givers = self._givers(prompt, depths, everyone, now)
+        givers = self._givers(prompt, depths, registry.givers(model), now)
         plans = [
             self._with_giver(prompt, replica, plan, givers, now)
             for replica, plan in zip(candidates, plans, strict=True)
@@ -121,7 +124,7 @@ class Pairs:
                     depths[replica.slot],
                     plan.num_cached_tokens,
                     replica.predict_ttft(uncached, total, 1, now, plan.fill_s),
-                    replica.num_running * replica.prefill_s(uncached, total),
+                    _stall_s(replica, uncached, total),
                 )
             )
         return givers
@@ -144,13 +147,12 @@ class Pairs:
         giver = min(possible, key=lambda each: each.ready_s + each.harm_s)
         num_bytes = fetched / prompt.per_block * replica.kv.block_bytes
         fill_s = plan.fill_s + giver.ready_s + replica.move_rates.fetch_s(num_bytes)
-        streams = replica.num_in_flight
         uncached, rest = total - plan.num_cached_tokens, total - plan.num_cached_tokens - fetched
         samples = route.num_samples
         alone_s = replica.predict_ttft(uncached, total, samples, now, plan.fill_s)
-        alone_s += streams * replica.prefill_s(uncached, total)
+        alone_s += _stall_s(replica, uncached, total)
         split_s = replica.predict_ttft(rest, total, samples, now, fill_s) + giver.harm_s
-        split_s += streams * (replica.prefill_s(rest, total) + replica.move_rates.stall_s(num_bytes))
+        split_s += num_streams(replica) * replica.move_rates.stall_s(num_bytes)
         saved_s = alone_s - split_s
         if saved_s <= 0 and not replica.needs_giver:
             return plan._replace(asked=giver, saved_s=saved_s)
@@ -254,6 +256,20 @@ def half_of(route: Route, placement: Placement, now: float, num_uncached_tokens:
     """The giver's half: one prompt to compute, under a name of its own."""
     own = replace(route, request_id=f"{route.request_id}/prefill", num_samples=1)
     return OpenLease(own, placement, None, placed_at=now, num_uncached_tokens=num_uncached_tokens)
+
+
+def num_streams(replica: Replica) -> int:
+    """Samples that run there, or will once the prompts ahead are computed there."""
+    queued = [lease.num_samples for lease in replica.unbegun.values() if lease.half is None]
+    return replica.num_running + sum(queued)
+
+
+def _stall_s(replica: Replica, num_uncached_tokens: int, num_tokens: int) -> float:
+    """Seconds for which its streams, all together, stand still while a prompt is computed."""
+    num_tokens_felt = num_uncached_tokens - SMALL_PROMPT
+    if num_tokens_felt <= 0:
+        return 0.0
+    return num_streams(replica) * replica.prefill_s(num_tokens_felt, num_tokens)
 
 
 def _can_give(giver: Replica, taker: Replica) -> bool:

@@ -362,6 +362,10 @@ class Registry:
         """
         return self._groups.get((model, text_only), [])
 
+    def has_roles(self, model: str) -> bool:
+        """Whether any replica of the model is there to prefill or to decode alone."""
+        return model in self._givers
+
     def givers(self, model: str) -> Sequence[Replica]:
         """Replicas that compute prompts for others of the model, whether they can now or not."""
         return self._givers.get(model, ())

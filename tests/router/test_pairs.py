@@ -1,0 +1,477 @@
+"""Which prompts are split between two replicas, and what becomes of the halves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace.core.messages import Moves, Stats, Timing
+from headrace.core.routing import Capabilities, Lease, Placement
+from headrace.router.breaker import FAULTS
+from headrace.router.kv_traits import KvTraits
+from headrace.router.router import Router
+from tests.router.routing import BLOCK, add, make, route, stats, stored, up
+
+NUM_BLOCKS = 100
+LONG = tuple(range(1, NUM_BLOCKS + 1))
+"""A prompt of 100 blocks and a half: 1,608 tokens, 0.8 s at the rate that is assumed to begin with."""
+
+RATE = 2000.0
+BLOCK_BYTES = 100_000
+SGLANG = Capabilities(kind="sglang", remote_model="x", tokens=True, abort=True, load=True)
+
+
+def kv(role: str, name: str, **fields: object) -> KvTraits:
+    address = "" if role == "decode" else f"unix:/{name}"
+    return KvTraits(role, address, BLOCK_BYTES, "bf16", "")._replace(**fields)
+
+
+def split(prefill: int = 1, decode: int = 1) -> Router:
+    """Prefill replicas p0, p1, …, decode replicas d0, d1, … of a model that is fast to move."""
+    router = make()
+    for i in range(prefill):
+        add(router, f"p{i}", role="prefill", kv=kv("prefill", f"p{i}"))
+    for i in range(decode):
+        add(router, f"d{i}", role="decode", kv=kv("decode", f"d{i}"))
+    return router
+
+
+def place(router: Router, name: str, *numbers: int, now: float = 0.0, **fields: object) -> Placement:
+    placement = router.place(route(name, *numbers, **fields), now, 1000.0 + now)
+    router.check_integrity()
+    assert placement is not None
+    return placement
+
+
+def release(router: Router, name: str, outcome="finished", *, now: float = 0.0, prefill=None) -> None:
+    router.release(name, outcome, 0, 0.0, now, prefill)
+    router.check_integrity()
+
+
+def began(router: Router, name: str, timing: Timing | None, *, cached: int = 0, now: float = 1.0) -> None:
+    router.began(name, now, cached, now, timing)
+    router.check_integrity()
+
+
+def streams(router: Router, count: int, *, now: float = 0.0) -> None:
+    """So many requests that run on the decode replicas, their prompts long done."""
+    for i in range(count):
+        place(router, f"stream{i}", 9_000 + i, now=now)
+        began(router, f"stream{i}", Timing(0.0, 0.01, 24), now=now)
+
+
+def delivered(tokens: int = NUM_BLOCKS * BLOCK) -> Timing:
+    return Timing(0.0, 0.01, 8, fill_s=0.9, num_fetched_tokens=tokens)
+
+
+def status_of(router: Router, name: str):
+    return next(s for s in router.status().replicas if s.member.endpoint.replica_id == name)
+
+
+def words(router: Router, name: str) -> str:
+    return router.why(name)[-1].split
+
+
+def test_with_streams_running_a_long_prompt_is_computed_elsewhere():
+    router = split()
+    streams(router, 4)
+    placement = place(router, "r", *LONG)
+    assert placement.replica_id == "d0"
+    assert (placement.prefill_replica, placement.prefill_address) == ("p0", "unix:/p0")
+    (decision,) = router.why("r")
+    assert decision.prefill_replica == "p0"
+    assert decision.split.startswith("split: 1,600 tokens computed on p0, saves ")
+    seen = next(one for one in decision.candidates if one.replica_id == "d0")
+    assert seen.num_fetched_tokens == NUM_BLOCKS * BLOCK and 0.8 < seen.fill_s < 1.0
+    assert placement.ttft_s > seen.fill_s
+    assert next(one for one in decision.candidates if one.replica_id == "p0").excluded == "role prefill"
+
+
+def test_without_streams_the_decode_replica_computes_its_prompt_itself():
+    router = split()
+    placement = place(router, "r", *LONG)
+    assert (placement.replica_id, placement.prefill_replica, placement.prefill_address) == ("d0", "", "")
+    assert words(router, "r").startswith("not split: p0, ready in 0.81 s, costs ")
+    assert status_of(router, "d0").num_unsplit == 1 and status_of(router, "d0").num_split == 0
+
+
+def test_a_queue_of_prompts_there_is_reason_enough():
+    router = split()
+    assert not place(router, "first", *LONG).prefill_replica
+    assert place(router, "second", *(n + 1000 for n in LONG)).prefill_replica == "p0"
+
+
+def test_there_is_a_length_below_which_moving_does_not_pay():
+    def is_split(num_blocks: int) -> bool:
+        router = split()
+        streams(router, 1)
+        return bool(place(router, "r", *range(1, num_blocks + 1)).prefill_replica)
+
+    answers = [is_split(n) for n in (1, 2, 4, 8, 16, 32, 64)]
+    assert answers[0] is False and answers[-1] is True
+    assert answers == sorted(answers)
+
+
+def test_what_is_cached_is_not_split():
+    router = split()
+    streams(router, 4)
+    router.on_events("d0", 0, [stored(*LONG)], 0.0)
+    placement = place(router, "r", *LONG)
+    assert placement.num_cached_tokens == NUM_BLOCKS * BLOCK and not placement.prefill_replica
+    assert words(router, "r") == "not split: nothing is left to fetch"
+
+
+def test_of_several_the_one_that_has_the_prefix_computes():
+    router = split(prefill=3)
+    streams(router, 4)
+    router.on_events("p1", 0, [stored(*LONG[:80])], 0.0)
+    assert place(router, "r", *LONG).prefill_replica == "p1"
+
+
+def test_a_giver_is_credited_at_once_so_that_prompts_spread():
+    router = split(prefill=2)
+    streams(router, 4)
+    first = place(router, "a", *LONG)
+    second = place(router, "b", *(n + 1000 for n in LONG))
+    assert {first.prefill_replica, second.prefill_replica} == {"p0", "p1"}
+    assert status_of(router, "p0").num_in_flight == status_of(router, "p1").num_in_flight == 1
+    began(router, "a", delivered())
+    assert status_of(router, first.prefill_replica).num_in_flight == 0
+    release(router, "b", "aborted")
+    assert status_of(router, second.prefill_replica).num_in_flight == 0
+
+
+def test_a_giver_whose_queue_is_too_long_is_not_used():
+    router = split()
+    streams(router, 1)
+    chosen = [bool(place(router, f"r{i}", *(n + 1000 * i for n in LONG)).prefill_replica) for i in range(7)]
+    assert chosen[0] and not all(chosen)
+    assert any("p0, ready in" in words(router, f"r{i}") for i in range(7))
+
+
+def test_blocks_that_are_slow_to_move_are_computed_where_they_are_needed():
+    router = split()
+    streams(router, 1)
+    assert place(router, "fast", *LONG).prefill_replica
+    release(router, "fast")
+    told = Moves(fetched_bytes=10_000_000, fetch_s=20.0, fetch_overlap_s=10.0)
+    router.on_stats("d0", Stats(num_blocks=1000, num_free_blocks=1000, moves=told), 0.0)
+    assert not place(router, "slow", *LONG).prefill_replica
+    assert status_of(router, "d0").moves == told
+
+
+def test_what_overlaps_the_computing_costs_nothing():
+    router = split()
+    streams(router, 1)
+    told = Moves(fetched_bytes=10_000_000, fetch_s=10.001, fetch_overlap_s=10.0)
+    router.on_stats("d0", Stats(num_blocks=1000, num_free_blocks=1000, moves=told), 0.0)
+    assert place(router, "r", *LONG).prefill_replica == "p0"
+
+
+def test_a_replica_that_keeps_other_blocks_gives_none():
+    router = split(prefill=0)
+    add(router, "p0", role="prefill", kv=kv("prefill", "p0", format="fp32"))
+    streams(router, 4)
+    assert not place(router, "r", *LONG).prefill_replica
+    assert words(router, "r") == "not split: p0: keeps its blocks in another format"
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("down", "p0: down"), ("draining", "p0: draining"), ("failed", "p0: failed this request before")],
+)
+def test_a_giver_that_cannot_take_it_is_passed_over_with_its_reason(what, reason):
+    router = split()
+    streams(router, 4)
+    fields = {}
+    if what == "down":
+        router.down("p0", 0.0, "killed")
+    elif what == "draining":
+        draining = add(router, "p0", role="prefill", draining=True, kv=kv("prefill", "p0"))
+        assert draining is None
+    else:
+        fields = {"attempt": 1, "exclude": ["p0"]}
+    assert not place(router, "r", *LONG, **fields).prefill_replica
+    assert words(router, "r") == f"not split: {reason}"
+
+
+def test_a_prompt_that_must_be_computed_whole_is_not_split():
+    router = split()
+    streams(router, 4)
+    assert not place(router, "r", *LONG, whole=True).prefill_replica
+    assert words(router, "r") == "not split: all of the prompt must be computed there"
+
+
+def test_prefill_replicas_answer_only_when_there_is_nothing_else():
+    router = split(decode=2)
+    names = {place(router, f"r{i}", 5000 + i).replica_id for i in range(16)}
+    assert names == {"d0", "d1"}
+    router.down("d0", 0.0)
+    router.down("d1", 0.0)
+    assert place(router, "alone", *LONG).replica_id == "p0"
+    up(router, "d0", kv=kv("decode", "d0"))
+    assert place(router, "back", *LONG).replica_id == "d0"
+
+
+def test_a_full_decode_side_is_waited_for_although_a_prefill_replica_is_idle():
+    router = make()
+    add(router, "p0", role="prefill", kv=kv("prefill", "p0"))
+    add(router, "d0", role="decode", max_in_flight=1, kv=kv("decode", "d0"))
+    place(router, "a", 1)
+    assert router.place(route("b", 2), 0.0, 0.0) is None
+    release(router, "a")
+    ((name, answer),) = router.poll(0.0, 0.0)
+    assert name == "b" and isinstance(answer, Placement) and answer.replica_id == "d0"
+
+
+def test_a_unified_replica_takes_from_a_prefill_replica_and_gives_to_decode_alone():
+    router = make()
+    add(router, "u0", kv=kv("unified", "u0"))
+    add(router, "p0", role="prefill", kv=kv("prefill", "p0"))
+    streams(router, 4)
+    assert place(router, "r", *LONG).prefill_replica == "p0"
+    router = make()
+    add(router, "u0", kv=kv("unified", "u0"), overflow=True)
+    add(router, "d0", role="decode", kv=kv("decode", "d0"))
+    streams(router, 4)
+    placement = place(router, "r", *LONG)
+    assert (placement.replica_id, placement.prefill_replica) == ("d0", "u0")
+    router = make()
+    add(router, "u0", kv=kv("unified", "u0"))
+    add(router, "u1", kv=kv("unified", "u1"))
+    streams(router, 8)
+    assert not place(router, "r", *LONG).prefill_replica and words(router, "r") == ""
+
+
+def test_the_role_that_a_replica_tells_is_the_one_that_counts():
+    router = make()
+    add(router, "a", kv=kv("prefill", "a"))
+    add(router, "b", kv=kv("decode", "b"))
+    streams(router, 4)
+    placement = place(router, "r", *LONG)
+    assert (placement.replica_id, placement.prefill_replica) == ("b", "a")
+
+
+def fail_fetches(router: Router, count: int) -> None:
+    for i in range(count):
+        assert place(router, f"lost{i}", *(n + 1000 * i for n in LONG)).prefill_replica == "p0"
+        began(router, f"lost{i}", Timing(0.0, 0.8, 1608, fill_s=0.1))
+        release(router, f"lost{i}")
+
+
+def test_fetches_that_deliver_nothing_open_the_givers_breaker():
+    router = split()
+    streams(router, 4)
+    fail_fetches(router, FAULTS)
+    status = status_of(router, "p0")
+    assert (status.breaker, status.num_faults) == ("open", FAULTS)
+    assert not place(router, "alone", *LONG).prefill_replica
+    assert words(router, "alone") == "not split: p0: breaker open"
+    assert status_of(router, "d0").num_faults == 0
+
+
+def test_one_fetch_on_trial_closes_it_again():
+    router = split()
+    streams(router, 4)
+    fail_fetches(router, FAULTS)
+    now = 5.0
+    assert place(router, "trial", *LONG, now=now).prefill_replica == "p0"
+    assert not place(router, "meanwhile", *(n + 9000 for n in LONG), now=now).prefill_replica
+    began(router, "trial", delivered(), now=now + 1)
+    assert status_of(router, "p0").breaker == "closed"
+
+
+@pytest.mark.parametrize(
+    "timing",
+    [
+        delivered(),
+        delivered(NUM_BLOCKS * BLOCK * 3 // 5),  # the rest was computed
+        Timing(0.0, 0.8, 1608),  # the engine did not ask: it had no room for blocks to come
+        Timing(0.0, 0.01, 8, fill_s=0.1, num_disk_tokens=1600),  # it had them on disk after all
+        None,  # an engine that does not tell
+    ],
+)
+def test_what_is_no_fault_of_the_givers_does_not_count_against_it(timing):
+    router = split()
+    streams(router, 4)
+    for i in range(2 * FAULTS):
+        assert place(router, f"r{i}", *(n + 1000 * i for n in LONG)).prefill_replica == "p0"
+        began(router, f"r{i}", timing)
+        release(router, f"r{i}")
+    assert status_of(router, "p0").num_faults == 0
+
+
+def test_a_prefill_side_that_the_gateway_saw_fail_is_at_fault():
+    router = split()
+    streams(router, 4)
+    for i in range(FAULTS):
+        place(router, f"r{i}", *(n + 1000 * i for n in LONG))
+        release(router, f"r{i}", "aborted", prefill="replica_fault")
+    assert status_of(router, "p0").breaker == "open"
+    assert status_of(router, "d0").num_faults == 0
+
+
+def test_a_decode_replica_that_dies_takes_its_prompts_out_of_the_givers_queue():
+    router = split(decode=2)
+    streams(router, 8)
+    placement = place(router, "r", *LONG)
+    up(router, placement.replica_id, instance="two", kv=kv("decode", placement.replica_id))
+    router.check_integrity()
+    assert status_of(router, "p0").num_in_flight == 0
+    release(router, "r", "replica_gone")
+    place(router, "again", *LONG)
+    router.remove_endpoint("p0", 0.0)
+    router.check_integrity()
+    began(router, "again", Timing(0.0, 0.8, 1608, fill_s=0.1))
+    release(router, "again")
+
+
+def test_a_giver_that_restarts_forgets_what_it_owed():
+    router = split()
+    streams(router, 4)
+    place(router, "r", *LONG)
+    up(router, "p0", instance="two", kv=kv("prefill", "p0", address="unix:/p0-two"))
+    router.check_integrity()
+    assert status_of(router, "p0").num_in_flight == 0
+    began(router, "r", Timing(0.0, 0.8, 1608, fill_s=0.1))
+    assert status_of(router, "p0").num_faults == 0  # another process is not to blame
+    assert place(router, "next", *(n + 1000 for n in LONG)).prefill_address == "unix:/p0-two"
+
+
+def test_the_givers_rate_is_learned_from_what_it_delivers():
+    router = split()
+    streams(router, 4)
+    now = 0.0
+    for i in range(10):  # 1,600 tokens in 0.4 s: twice as fast as was assumed
+        place(router, f"r{i}", *(n + 1000 * i for n in LONG), now=now)
+        now += 0.41
+        timing = Timing(0.0, 0.01, 8, fill_s=0.4, num_fetched_tokens=1600)
+        began(router, f"r{i}", timing, now=now)
+        release(router, f"r{i}", now=now)
+    assert status_of(router, "p0").prefill_rate == pytest.approx(4000, rel=0.1)
+
+
+def test_prompts_that_others_computed_say_nothing_of_the_replicas_own_rate():
+    router = make()
+    add(router, "p0", role="prefill", kv=kv("prefill", "p0"), hardware="fast")
+    add(router, "d0", role="decode", kv=kv("decode", "d0"), hardware="slow")
+    streams(router, 4)
+    before = status_of(router, "d0").prefill_rate
+    place(router, "r", *LONG)
+    began(router, "r", delivered(), now=60.0)
+    assert status_of(router, "d0").prefill_rate == before
+
+
+def test_what_became_of_it_is_told():
+    router = split()
+    streams(router, 4)
+    place(router, "r", *LONG)
+    began(router, "r", Timing(0.0, 0.01, 8, fill_s=0.9, num_fetched_tokens=1280, num_disk_tokens=320))
+    (decision,) = router.why("r")
+    assert (decision.num_fetched_tokens, decision.num_disk_tokens, decision.fill_s) == (1280, 320, 0.9)
+    assert status_of(router, "d0").num_split == 1
+
+
+def test_a_router_that_starts_anew_learns_of_both_halves():
+    router = split()
+    asked = route("r", *LONG)
+    told = Placement(request_id="r", replica_id="d0", prefill_replica="p0", prefill_address="unix:/p0")
+    router.adopt(Lease(route=asked, placement=told, began=False), 0.0)
+    router.check_integrity()
+    assert status_of(router, "p0").num_in_flight == status_of(router, "d0").num_in_flight == 1
+    began(router, "r", delivered())
+    assert status_of(router, "p0").num_in_flight == 0
+    began_already = Lease(route=route("s", *LONG), placement=told, began=True)
+    router.adopt(began_already, 0.0)
+    router.check_integrity()
+    assert status_of(router, "p0").num_in_flight == 0
+
+
+def test_a_decode_server_that_does_nothing_alone_waits_for_a_prefill_server():
+    router = make()
+    add(router, "d0", SGLANG, role="decode")
+    assert router.place(route("r", *LONG), 0.0, 0.0) is None
+    add(router, "p0", SGLANG, role="prefill", address="http://p0", bootstrap_port=8998)
+    ((_, answer),) = router.poll(0.0, 0.0)
+    assert isinstance(answer, Placement)
+    assert (answer.replica_id, answer.prefill_replica) == ("d0", "p0")
+    assert answer.prefill_address == "http://p0"
+    # short, whole and failed before: there is no other way
+    asked = {"whole": True, "attempt": 1, "exclude": ["p0"]}
+    assert place(router, "short", **asked).prefill_replica == "p0"
+    router.down("d0", 0.0)
+    assert router.place(route("never", *LONG), 0.0, 0.0) is None, "a prefill server answers nobody"
+
+
+def test_servers_of_another_kind_exchange_nothing():
+    router = split(prefill=0)
+    vllm = Capabilities(kind="vllm", remote_model="x", tokens=True, abort=True, load=True)
+    add(router, "p0", vllm, role="prefill", address="http://p0")
+    streams(router, 4)
+    assert not place(router, "ours", *LONG).prefill_replica
+    router = make()
+    add(router, "d0", vllm, role="decode")
+    add(router, "p0", vllm, role="prefill", address="http://p0")
+    streams(router, 4)
+    assert place(router, "theirs", *LONG).prefill_address == "http://p0"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_the_sums_are_right(seed):
+    """Random placements, answers, deaths and restarts of either side."""
+    rng = random.Random(seed)
+    router = split(prefill=2, decode=2)
+    names = ["p0", "p1", "d0", "d1"]
+    placed: dict[str, Placement] = {}
+    waiting: set[str] = set()
+    now = 0.0
+    for step in range(300):
+        now += rng.random() * 0.1
+        what = rng.random()
+        if what < 0.45:
+            start = rng.randrange(5) * 1000
+            numbers = range(start, start + rng.randrange(1, 120))
+            name = f"r{step}"
+            answer = router.place(route(name, *numbers, num_samples=rng.choice([1, 1, 2])), now, now)
+            if answer is None:
+                waiting.add(name)
+            else:
+                placed[name] = answer
+        elif what < 0.65 and placed:
+            name = rng.choice(sorted(placed))
+            fetched = rng.choice([0, 320, 1600])
+            router.began(name, 0.1, 0, now, Timing(0.0, 0.01, 8, rng.choice([0.0, 0.2]), fetched))
+        elif what < 0.85 and placed:
+            name = rng.choice(sorted(placed))
+            del placed[name]
+            outcome = rng.choice(["finished", "aborted", "replica_fault", "replica_gone"])
+            router.release(name, outcome, 3, 0.1, now, rng.choice([None, "replica_gone"]))
+        elif what < 0.9:
+            router.down(rng.choice(names), now)
+        elif what < 0.97:
+            name = rng.choice(names)
+            role = "prefill" if name.startswith("p") else "decode"
+            up(router, name, instance=rng.choice(["one", "two"]), kv=kv(role, name), now=now)
+        else:
+            name = rng.choice(names)
+            role = "prefill" if name.startswith("p") else "decode"
+            router.remove_endpoint(name, now)
+            add(router, name, now=now, role=role, kv=kv(role, name))
+        for name, answer in router.poll(now, now):
+            waiting.discard(name)
+            if isinstance(answer, Placement):
+                placed[name] = answer
+        router.check_integrity()
+    for name in [*placed, *waiting]:
+        router.release(name, "aborted", 0, 0.0, now)
+    router.check_integrity()
+    assert all(s.num_in_flight == 0 for s in router.status().replicas)
+
+
+def test_free_blocks_on_the_decode_side_are_still_needed():
+    """A decode replica without room is predicted to be late, split or not."""
+    router = split(decode=2)
+    streams(router, 4)
+    router.on_stats("d0", stats(blocks=110, free=10), 0.0)
+    assert place(router, "r", *LONG).replica_id == "d1"
