@@ -19,9 +19,11 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class BlockIO:
-    """Copies whole blocks of ``kv``, all layers' caches. On a card through one buffer in main memory."""
+    """Copies whole blocks of ``kv``, all layers' caches. ``read`` may be called from any thread."""
 
-    def __init__(self, kv: list[LayerKV]) -> None:
+    def __init__(self, kv: list[LayerKV], *, direct: bool | None = None) -> None:
+        """``direct``: by plain copies in main memory, rather than through a buffer there, as it must be for a
+        cache on a card; None: wherever that is possible."""
         stores: list[Tensor] = []
         for layer in kv:
             # keys and values of one tensor are one copy: keys come first in it
@@ -30,7 +32,9 @@ class BlockIO:
         self._stores = [store.view(torch.uint8) for store in stores]  # (heads, num_blocks, bytes)
         self.block_bytes = sum(store.shape[0] * store.shape[2] for store in self._stores)
         self._arrays: list[Bytes] = []  # the same memory, where it is main memory
-        if all(store.device.type == "cpu" for store in self._stores):
+        if direct is None:
+            direct = all(store.device.type == "cpu" for store in self._stores)
+        if direct:
             self._arrays = [store.numpy() for store in self._stores]
         self._staging = torch.empty(0 if self._arrays else self.block_bytes, dtype=torch.uint8)
 

@@ -158,15 +158,17 @@ class Filler:
     def begin(self, sequence: Sequence, num_blocks: int) -> int:
         """Opens a job for what memory lacks if that is there, pays and has room; see ``Fills``."""
         pool, block_size = self._pool, self._scheduler.config.block_size
+        # A replica that failed is not asked again, and what memory lost of its blocks later may be on disk.
+        first_try = not sequence.num_fills and not sequence.num_preemptions
+        wants_remote = first_try and bool(sequence.request.prefill_from) and self._remote is not None
+        if self.disk is None and not wants_remote:
+            return 0
         stop = min(sequence.num_reusable_blocks(block_size), len(sequence.block_ids))
         expected = sum(job.stop - len(job.sequence.held_blocks) for job in self._jobs)
         hits = pool.count_free(pool.lookup(sequence.block_ids[:num_blocks]))
         if stop - num_blocks + hits + expected + self._scheduler.num_running > pool.num_free:
             return 0
         on_disk = self._num_worth_reading(sequence, num_blocks, stop)
-        # A replica that failed is not asked again, and what memory lost of its blocks later may be on disk.
-        first_try = not sequence.num_fills and not sequence.num_preemptions
-        wants_remote = first_try and bool(sequence.request.prefill_from) and self._remote is not None
         if not on_disk and not wants_remote:
             return 0
         sequence.first_filled_block = num_blocks

@@ -75,23 +75,24 @@ class WriteBehind:
         return max(0.0, self._retry_at - self._clock())
 
     def flush(self, timeout_s: float) -> bool:
-        """Writes all that is cached; False if that took longer, and the rest is lost."""
+        """Writes all that is cached, what was used last first, as there may not be time for all; False if
+        that took longer, and the rest is lost."""
         deadline = self._clock() + timeout_s
         while self._pool.unsaved(1):
             left = deadline - self._clock()
             if left <= 0:
                 return False
-            if not self._write(IDLE_BYTES_PER_STEP) and not self._tier.flush(left):
+            if not self._write(IDLE_BYTES_PER_STEP, newest_first=True) and not self._tier.flush(left):
                 return False
             if self._retry_s > 2 * RETRY_S:
                 return False  # the disk takes nothing
         return self._tier.flush(max(0.0, deadline - self._clock()))
 
-    def _write(self, budget: int) -> int:
+    def _write(self, budget: int, *, newest_first: bool = False) -> int:
         """Puts unsaved blocks, up to ``budget`` bytes but at least one; returns how many are off the list."""
         pool, tier = self._pool, self._tier
         limit = max(1, budget // self._block_bytes)
-        candidates = pool.unsaved(limit)
+        candidates = pool.unsaved(limit, newest_first=newest_first)
         known = [block for block, block_id, _ in candidates if tier.contains(block_id)]
         pool.mark_saved(known)
         skip = set(known)

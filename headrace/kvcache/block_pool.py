@@ -181,11 +181,12 @@ class BlockPool:
             before = block_id
         self._announce(stored, parent)
 
-    def unsaved(self, limit: int) -> list[tuple[int, bytes, bytes]]:
+    def unsaved(self, limit: int, *, newest_first: bool = False) -> list[tuple[int, bytes, bytes]]:
         """Up to ``limit`` cached blocks that nobody holds and that are not saved, the next to be evicted
-        first: (block, identity, parent's identity). Only with ``track_saved``."""
+        first, or last: (block, identity, parent's identity). Only with ``track_saved``."""
         found: list[tuple[int, bytes, bytes]] = []
-        for block in itertools.islice(self._unsaved, limit):
+        order = reversed(self._unsaved) if newest_first else iter(self._unsaved)
+        for block in itertools.islice(order, limit):
             block_id = self._ids[block]
             assert block_id is not None, block
             found.append((block, block_id, self._parents[block]))

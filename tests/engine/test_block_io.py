@@ -26,12 +26,14 @@ def make_cache(shapes: list[tuple[int, int, int]], dtype: torch.dtype, *, filled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_blocks_arrive_as_they_were_and_touch_no_other(
-    shapes: list[tuple[int, int, int]], dtype: torch.dtype
+    shapes: list[tuple[int, int, int]], direct: bool, dtype: torch.dtype
 ) -> None:
     source, target = make_cache(shapes, dtype, filled=True), make_cache(shapes, dtype, filled=False)
-    out, into = BlockIO(source), BlockIO(target)
+    out, into = BlockIO(source, direct=direct), BlockIO(target, direct=direct)
+    assert BlockIO(source).read([3]) == out.read([3])
     assert out.block_bytes == sum(LayerKV.bytes_per_block(4, *shape, dtype) for shape in shapes)
     payloads = out.read([5, 0, 2])
     assert [len(payload) for payload in payloads] == [out.block_bytes] * 3
