@@ -30,7 +30,7 @@ from headrace.core.messages import (
     ToReplica,
 )
 from headrace.core.request import Request, SamplingParams, pack_tokens
-from headrace.core.routing import Endpoint
+from headrace.core.routing import Endpoint, Role
 from headrace.core.wire import encode_frame, replica_decoder
 
 MODEL = "m"
@@ -100,12 +100,21 @@ class FakeReplica:
         self._generation = itertools.count(1)
         self._server: asyncio.Server | None = None
         self._stepping = False
+        self.role: Role = "unified"
+        self.timing = lambda request: Timing(0.1, 0.2, 3)  # told with the first token
         self.hello: Hello
         self._new_process()
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(replica_id=self.replica_id, model=MODEL, address=self.path, kind="headrace")
+        return Endpoint(
+            replica_id=self.replica_id, model=MODEL, address=self.path, kind="headrace", role=self.role
+        )
+
+    def take_role(self, role: Role) -> None:
+        """Before it starts: what it is there for, and where others fetch from it."""
+        self.role = role
+        self._new_process()
 
     def _new_process(self) -> None:
         number = next(self._generation)
@@ -114,7 +123,7 @@ class FakeReplica:
             pid=number,
             model=MODEL,
             model_revision="0",
-            role="unified",
+            role=self.role,
             device="cpu",
             dtype="float32",
             vocab_size=200,
@@ -130,6 +139,9 @@ class FakeReplica:
             notes=[],
             instance=f"{self.replica_id}-{number}",
             hardware="fake",
+            kv_address="" if self.role == "decode" else f"unix:{self.path}.kv-{number}",
+            kv_block_bytes=1000,
+            kv_format="fake",
         )
 
     async def start(self) -> None:
@@ -275,7 +287,7 @@ class FakeReplica:
                 num_cached_tokens=2 if first else 0,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                timing=Timing(0.1, 0.2, 3) if first else None,
+                timing=self.timing(request) if first else None,
             )
         )
 
