@@ -24,6 +24,8 @@ BENCHES = {
     "long": "a conversation of 200,000 tokens through the real server",
     "gateway": "what a request costs in our gateway and in four others",
     "routing": "every routing policy under recorded traffic, simulated, and two on real replicas",
+    "split": "running decodes while long prompts arrive: one process, or prefill and decode apart",
+    "cache-tiers": "conversations larger than memory, with and without the disk tier",
     "install-peers": "install the peers beside us (names limit it)",
 }
 
@@ -41,7 +43,7 @@ def main(argv: list[str]) -> int:
         return 2
     if name == "install-peers":
         return int(importlib.import_module("benchmarks.peers").main(rest))
-    bench = importlib.import_module(f"benchmarks.{name}")
+    bench = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(
         prog=f"scripts/bench {name}", description=BENCHES[name], allow_abbrev=False
     )

@@ -1,0 +1,199 @@
+"""What `bench split` measured, turned into rows with the bounds that were set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from benchmarks.split_break_even import BreakEven
+from benchmarks.split_load import Window
+from headrace.bench.metrics import interquartile_range, median, percentile
+from headrace.bench.report import Row, Target, figure, make_row
+
+ITL_TARGET = Target("ratio", "<=", 0.5)
+TTFT_TARGET = Target("ratio", "<=", 1.5)
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """What a request must meet to count as good, in seconds."""
+
+    gap_s: float
+    ttft_s: float
+
+
+class SplitRun(msgspec.Struct, kw_only=True):
+    """All windows of one run by the side's name; ``split`` is the split's."""
+
+    interval: float
+    prompt_tokens: int
+    split: str
+    screening: dict[str, Window] = {}
+    final: dict[str, list[Window]] = {}
+    break_even: BreakEven | None = None
+
+
+def rows_of(run: SplitRun, targets: Targets) -> list[Row]:
+    """The final comparison first, then moves, break-even and the screening of every setting."""
+    best = best_unified(run)
+    rows = _final_rows(run, run.split, best, targets)
+    rows += _final_rows(run, best, None, targets)
+    for name in run.final:
+        if name not in (run.split, best):
+            rows += _final_rows(run, name, None, targets)
+    rows += _move_rows(run.final[run.split])
+    if run.break_even is not None:
+        rows += _break_even_rows(run.break_even)
+    for name, window in run.screening.items():
+        rows += [
+            make_row(f"screening.{name}.itl_p50", 1e3 * percentile(window.gaps, 50), "ms"),
+            make_row(f"screening.{name}.itl_p99", 1e3 * percentile(window.gaps, 99), "ms"),
+            make_row(f"screening.{name}.ttft_mean", _mean(window.ttfts), "s"),
+            make_row(f"screening.{name}.goodput", _goodput(window, targets), "1/s"),
+        ]
+    return rows
+
+
+def best_unified(run: SplitRun) -> str:
+    """The unified finalist with the lowest p99 gap, its windows pooled."""
+    return min(
+        (name for name in run.final if name != run.split),
+        key=lambda name: percentile(_pooled(run.final[name]), 99),
+    )
+
+
+def table(run: SplitRun, targets: Targets) -> list[str]:
+    """Every setting as people compare them: screening, then the final windows pooled."""
+    lines = ["", "phase      side         ITL p50  p99 ms   TTFT mean   p50   p99 s   goodput 1/s"]
+    for name, window in run.screening.items():
+        lines.append(_line("screening", name, [window], targets))
+    for name, windows in run.final.items():
+        lines.append(_line("final", name, windows, targets))
+    return lines
+
+
+def short(window: Window) -> str:
+    gaps = window.gaps
+    moved = window.moves.get("fetched_bytes", 0.0)
+    return (
+        f"ITL p50 {1e3 * percentile(gaps, 50):.0f}, p99 {1e3 * percentile(gaps, 99):.0f} ms of {len(gaps):,} "
+        f"gaps; TTFT {', '.join(f'{ttft:.1f}' for ttft in window.ttfts)} s; {moved / 1e6:.0f} MB moved, load "
+        f"average {window.load_average:.1f}"
+    )
+
+
+def _final_rows(run: SplitRun, name: str, peer: str | None, targets: Targets) -> list[Row]:
+    ours = _figures(run.final[name], targets)
+    theirs = _figures(run.final[peer], targets) if peer is not None else {}
+    bounds = {"itl_p99": ITL_TARGET, "ttft_mean": TTFT_TARGET}
+    rows = []
+    for field, (value, spread, unit) in ours.items():
+        peer_value, peer_spread, _ = theirs.get(field, (None, None, unit))
+        rows.append(
+            make_row(
+                f"{name}.{field}",
+                value,
+                unit,
+                spread=spread,
+                peer=f"best unified, {peer}" if peer is not None else None,
+                peer_value=peer_value,
+                peer_spread=peer_spread,
+                target=bounds.get(field) if peer is not None else None,
+            )
+        )
+    return rows
+
+
+def _figures(windows: Sequence[Window], targets: Targets) -> dict[str, tuple[float, float, str]]:
+    """Value of the pooled windows, spread between them, unit."""
+    gaps, ttfts = _pooled(windows), [ttft for window in windows for ttft in window.ttfts]
+    figures = {}
+    for q in (50, 99):
+        single = [1e3 * percentile(window.gaps, q) for window in windows]
+        figures[f"itl_p{q}"] = (1e3 * percentile(gaps, q), interquartile_range(single), "ms")
+    figures["itl_max"] = (1e3 * max(gaps, default=math.nan), 0.0, "ms")
+    figures["ttft_mean"] = (_mean(ttfts), interquartile_range(ttfts), "s")
+    for q in (50, 99):
+        figures[f"ttft_p{q}"] = (percentile(ttfts, q), interquartile_range(ttfts), "s")
+    goodputs = [_goodput(window, targets) for window in windows]
+    figures["goodput"] = (_mean(goodputs), interquartile_range(goodputs), "1/s")
+    good = [met for window in windows for met in _met(window, targets)]
+    figures["good_share"] = (sum(good) / len(good) if good else math.nan, 0.0, "")
+    tokens = [window.pieces_per_token for window in windows]
+    figures["pieces_per_token"] = (_mean(tokens), interquartile_range(tokens), "")
+    return figures
+
+
+def _move_rows(windows: Sequence[Window]) -> list[Row]:
+    moves = {
+        name: sum(window.moves.get(name, 0.0) for window in windows)
+        for name in ("fetched_bytes", "fetched_blocks", "fetch_s", "fetch_overlap_s", "failed_fetches")
+    }
+    prompts = sum(len(window.ttfts) for window in windows)
+    open_s, overlap_s = moves["fetch_s"], moves["fetch_overlap_s"]
+    after = (open_s - overlap_s) / prompts if prompts else math.nan
+    return [
+        make_row("moves.bytes_per_prompt", moves["fetched_bytes"] / prompts / 1e6, "MB"),
+        make_row("moves.blocks_per_prompt", moves["fetched_blocks"] / prompts, ""),
+        make_row("moves.open_per_prompt", open_s / prompts, "s", note="prefill included: moves overlap it"),
+        make_row("moves.after_prefill_per_prompt", 1e3 * after, "ms"),
+        make_row("moves.overlap", overlap_s / open_s if open_s else math.nan, ""),
+        make_row("moves.failed", moves["failed_fetches"], ""),
+    ]
+
+
+def _break_even_rows(found: BreakEven) -> list[Row]:
+    rows = [
+        make_row("break_even.measured", found.measured(), "tokens"),
+        make_row(
+            "break_even.router",
+            found.of_router(),
+            "tokens",
+            note="the shortest of the measured lengths from which on the router has prompts moved",
+        ),
+    ]
+    for length in sorted(found.here):
+        here, moved = found.here[length], found.moved[length]
+        rows.append(
+            make_row(
+                f"break_even.{length}.ttft_moved",
+                1e3 * median(moved),
+                "ms",
+                spread=1e3 * interquartile_range(moved),
+                peer="computed by the decode replica",
+                peer_value=1e3 * median(here),
+                peer_spread=1e3 * interquartile_range(here),
+                note="" if found.router_moves.get(length) else "the router does not move this length",
+            )
+        )
+    return rows
+
+
+def _line(phase: str, name: str, windows: Sequence[Window], targets: Targets) -> str:
+    gaps, ttfts = _pooled(windows), [ttft for window in windows for ttft in window.ttfts]
+    goodput = _mean([_goodput(window, targets) for window in windows])
+    cells = [1e3 * percentile(gaps, 50), 1e3 * percentile(gaps, 99), _mean(ttfts)]
+    cells += [percentile(ttfts, 50), percentile(ttfts, 99), goodput]
+    widths = (7, 7, 10, 5, 7, 12)
+    return f"{phase:9}  {name:11}  " + " ".join(
+        f"{figure(cell):>{width}}" for cell, width in zip(cells, widths, strict=True)
+    )
+
+
+def _pooled(windows: Sequence[Window]) -> list[float]:
+    return [gap for window in windows for gap in window.gaps]
+
+
+def _met(window: Window, targets: Targets) -> list[bool]:
+    return [p99 <= targets.gap_s for p99 in window.stream_p99s] + [
+        ttft <= targets.ttft_s for ttft in window.ttfts
+    ]
+
+
+def _goodput(window: Window, targets: Targets) -> float:
+    return sum(_met(window, targets)) / window.seconds
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
