@@ -97,7 +97,7 @@ class ScriptedSource:
         assert job_id in self.jobs
 
     def deliver_wrong(self, how: str, which: int = 0) -> None:
-        """A block of wrong identity, length or number, where a right one is expected."""
+        """A block of a foreign identity, of wrong length, or one too early, where a right one is expected."""
         if not self.jobs:
             return
         open_job = list(self.jobs.values())[which % len(self.jobs)]
@@ -109,6 +109,8 @@ class ScriptedSource:
             payload = payload[:-1]
         else:
             index += 1
+            block_id = open_job.job.block_ids[index % len(open_job.job.block_ids)]
+            payload = open_job.payloads[index % len(open_job.payloads)]
         open_job.sink.deliver(index, block_id, payload)
 
     def end(self, reason: str, which: int = 0) -> None:

@@ -91,11 +91,11 @@ def test_a_wrong_block_ends_the_fill_and_the_rest_is_computed(how: str) -> None:
     (sequence,) = rig.scheduler.add(remote_request("a", PROMPT))
     rig.remote.deliver(2)
     rig.remote.deliver_wrong(how)
-    rig.remote.deliver(1)
     schedule, _ = rig.step()
     assert not rig.remote.jobs, "the source was not told to stop"
     assert schedule.num_tokens == 22 - 8
     assert rig.filler.counters.damaged_blocks == 1 and rig.filler.counters.failed_fetches == 1
+    assert rig.pool.lookup([b"x" * 32]) == [], "a foreign block was taken in"
     check_output(rig, rig.finish())
     assert len(rig.remote.opened) == 1 and sequence.num_fetched_blocks == 2
 
@@ -216,6 +216,19 @@ def test_running_sequences_never_lack_a_block_for_a_fill() -> None:
     check_output(rig, rig.finish())
 
 
+def test_a_fill_stops_early_where_no_blocks_are_left_for_it() -> None:
+    rig = make_rig(num_blocks=12, max_model_len=48)
+    (sequence,) = rig.scheduler.add(remote_request("filled", PROMPT, max_tokens=3))
+    rig.scheduler.add(make_request("big", distinct(43, 100), max_tokens=2))
+    rig.step()
+    assert rig.pool.num_free == 1
+    rig.remote.deliver(3)
+    rig.step()
+    assert not rig.remote.jobs and sequence.held_blocks == []
+    check_output(rig, rig.finish())
+    assert rig.filler.counters.failed_fetches == 0 and rig.scheduler.counters.num_preemptions == 0
+
+
 def test_the_head_of_the_line_takes_blocks_back_from_who_is_behind_it() -> None:
     rig = make_rig(num_blocks=12, max_model_len=48, max_num_seqs=1)
     rig.scheduler.add(make_request("one", distinct(20, 500), max_tokens=4))
@@ -230,6 +243,20 @@ def test_the_head_of_the_line_takes_blocks_back_from_who_is_behind_it() -> None:
         finished += rig.step()[1]
     assert [s.request_id for s in finished] == ["one", "head"]
     finished += rig.finish()
+    check_output(rig, finished)
+
+
+def test_the_head_of_the_line_takes_nothing_from_who_came_before_it() -> None:
+    rig = make_rig(num_blocks=12, max_model_len=48)
+    (old,) = rig.scheduler.add(remote_request("old", PROMPT, max_tokens=2))
+    rig.remote.deliver(4)
+    rig.step()
+    rig.scheduler.add(make_request("head", distinct(39, 100), max_tokens=2))
+    schedule, _ = rig.step()
+    assert schedule.entries == [] and len(old.held_blocks) == 4
+    rig.remote.deliver(9)
+    finished = rig.finish()
+    assert [s.request_id for s in finished] == ["old", "head"] and old.num_fetched_blocks == 5
     check_output(rig, finished)
 
 
