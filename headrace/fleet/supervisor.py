@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,13 +308,17 @@ class Supervisor:
         return managed
 
     def _kv_listen(self, place: _Place) -> str:
-        """Where a replica gives its blocks to others: whoever can compute prompts for decode replicas."""
-        engine = place.plan.engine
+        """Where a replica gives its blocks to others: whoever can compute prompts for decode replicas.
+
+        A unified one does not open a port for that unless there are decode replicas, or it is told to.
+        """
+        engine, plans = place.plan.engine, place.model.deployment.replicas
         if place.role == "decode" or not engine.enable_prefix_caching:
             return ""
-        if engine.kv_connector == "tcp":
-            return "tcp://127.0.0.1:0"
-        return "unix:" + self._directory.socket(f"{place.replica_id}-kv")
+        if engine.kv_connector == "shm" or (engine.kv_connector == "auto" and hasattr(os, "memfd_create")):
+            return "unix:" + self._directory.socket(f"{place.replica_id}-kv")
+        wanted = place.role == "prefill" or any(plan.role == "decode" for plan in plans)
+        return "tcp://127.0.0.1:0" if wanted or engine.kv_connector == "tcp" else ""
 
     def _check_exchange(self, managed: _Managed, added: Sequence[_Managed]) -> None:
         """Raises UsageError where one that gives blocks and one that takes them would not understand each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,19 @@ async def test_knobs_say_how_blocks_are_given(stack: Stack) -> None:
     await stack.supervisor.start()
     listen = {name: hello.notes[0] for name, hello in stack.supervisor.hellos.items()}
     assert listen == {"p": "tcp://127.0.0.1:0", "u": "", "d": ""}
+
+
+@pytest.mark.parametrize("stack", [[*SPLIT, *plans(u="unified")], plans(u="unified")], indirect=True)
+async def test_without_shared_memory_blocks_go_over_tcp_where_somebody_takes_them(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    await stack.supervisor.start()
+    listen = {name: hello.notes[0] for name, hello in stack.supervisor.hellos.items()}
+    if "p" in listen:
+        assert listen == {"p": "tcp://127.0.0.1:0", "u": "tcp://127.0.0.1:0", "d": ""}
+    else:
+        assert listen == {"u": ""}
 
 
 @pytest.mark.parametrize("stack", [SPLIT], indirect=True)

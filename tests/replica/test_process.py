@@ -375,6 +375,8 @@ def _cpu_ticks(pid: int) -> int:
         ("MISSING FOLDER", "ModelNotFoundError", 1),
         ("TOO LONG", "UsageError", 2),
         ("TOO LITTLE MEMORY", "InsufficientMemoryError", 1),
+        ("NOWHERE TO LISTEN", "UsageError", 2),
+        ("NO FOLDER FOR BLOCKS", "UsageError", 2),
     ],
 )
 def test_a_failed_start_says_why(line: str, kind: str, code: int, folder: Path, tmp_path: Path) -> None:
@@ -392,6 +394,12 @@ def test_a_failed_start_says_why(line: str, kind: str, code: int, folder: Path, 
         line = json.dumps({**spec, "engine": {"max_model_len": 513}}) + "\n"
     elif line == "TOO LITTLE MEMORY":
         line = json.dumps({**spec, "engine": {"kv_cache_gib": 1e-5}}) + "\n"
+    elif line == "NOWHERE TO LISTEN":  # its threads run already, and must not keep it
+        engine = {"device": "cpu", "kv_disk_gb": 0.1, "kv_disk_path": str(tmp_path / "kv")}
+        line = json.dumps({**spec, "engine": engine, "kv_listen": "tcp://203.0.113.1:1"}) + "\n"
+    elif line == "NO FOLDER FOR BLOCKS":
+        engine = {"device": "cpu", "kv_disk_gb": 0.1, "kv_disk_path": f"{folder}/config.json"}
+        line = json.dumps({**spec, "engine": engine}) + "\n"
     process = start()
     stdout, _ = process.communicate(line.encode(), timeout=PATIENCE_S)
     last = json.loads(stdout.splitlines()[-1])
