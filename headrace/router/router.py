@@ -378,7 +378,8 @@ class Router:
             lease.num_fetched_tokens = plan.num_fetched_tokens
             self._pairs.attach(lease, plan, keys, now)
         if replica.tells_cache:
-            lease.claimed = keys[depths[replica.slot] :]
+            # what is on its way from a giver is not here for who comes next: the giver is the one to ask
+            lease.claimed = keys[depths[replica.slot] :] if giver is None else ()
             index.claim(replica.slot, lease.claimed)
         else:
             lease.keys = keys

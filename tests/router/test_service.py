@@ -15,7 +15,7 @@ import pytest
 from headrace.core.errors import NotFoundError, OverloadedError, UnavailableError
 from headrace.core.knobs import RouterConfig
 from headrace.core.launch import RouterSpec, StartEvent
-from headrace.core.messages import Failed
+from headrace.core.messages import Failed, Timing
 from headrace.core.process import bind_unix
 from headrace.core.routing import Attach, Endpoint, FromRouter, Lease, Place, Placement, Release, Route
 from headrace.core.wire import encode_frame, peer_decoder
@@ -135,6 +135,37 @@ async def test_a_death_is_seen_by_all_and_the_streams_go_on(tmp_path):
             check(sink, request)
         assert sum(sink.flight.num_rescues for sink in sinks) == 4
         await empty(boss)
+
+
+async def test_what_came_of_a_pair_reaches_the_router(tmp_path):
+    """The way of a prompt to its replica, and a prefill side that a gateway saw fail."""
+    told = Timing(0.0, 0.1, 4, 0.3, 96, 32)
+    async with everything(tmp_path) as (one, boss, replicas, gates):
+        for replica in replicas:
+            replica.timing = lambda request: told
+        sink = gates[0].submit(make_request("r"))
+        await until(lambda: sink.ended)
+        await empty(boss)
+        (decision,) = await gates[0].placer.why("r")
+        assert (decision.num_fetched_tokens, decision.num_disk_tokens, decision.fill_s) == (96, 32, 0.3)
+        heard = []
+        release = one.placer.release
+        one.placer.release = lambda *args: (heard.append(args), release(*args))
+        gates[0].placer.place(Route(request_id="s", model=MODEL, num_prompt_tokens=4), _Deaf())
+        await until(lambda: gates[0].placer._leases)
+        gates[0].placer.release("s", "aborted", 0, 0.0, "replica_gone")
+        await until(lambda: heard)
+        assert heard == [("s", "aborted", 0, 0.0, "replica_gone")]
+
+
+class _Deaf:
+    """Waits for a placement and does nothing with it."""
+
+    def on_placed(self, placement):
+        pass
+
+    def on_refused(self, error):
+        raise AssertionError(error)
 
 
 async def test_hand_over_reaches_every_gateway(tmp_path):

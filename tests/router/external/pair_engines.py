@@ -114,7 +114,7 @@ class VLLMPair:
 
 class SGLangPair:
     """``prefill_ends``: the prefill side's last word: None for a good end, or a status and a message; it then
-    comes once the decode half is there."""
+    comes once the decode half is there, which waits for ever. ``once``: only of the next one."""
 
     def __init__(self, prefill: StandIn, decode: StandIn, *, bootstrap_port: int = 8998) -> None:
         self.bootstrap_port = bootstrap_port
@@ -122,7 +122,10 @@ class SGLangPair:
         self.used: list[int] = []
         self.came = asyncio.Event()  # a decode half
         self.prefill_ends: tuple[int, str] | None = None
+        self.once = False
+        self.failed: set[int] = set()  # rooms
         self.prefill_hangs = False
+        self.dies_late: asyncio.Event | None = None  # set: the prefill side goes once its part is done
         self.num_prefill_gone = 0
         self.decode = engines.sglang(decode)
         self.prefill = engines.sglang(prefill)
@@ -148,17 +151,24 @@ class SGLangPair:
                 await exchange.gone.wait()
                 self.num_prefill_gone += 1
                 return
-            if self.prefill_ends is not None:
+            ends = self.prefill_ends
+            if ends is not None:
+                self.failed.add(room)
+                self.prefill_ends = None if self.once else ends
                 await self.came.wait()
-            if self.prefill_ends is not None and self.prefill_ends[0] >= 500:
-                exchange.reply({"error": {"message": self.prefill_ends[1]}}, self.prefill_ends[0])
+            if ends is not None and ends[0] >= 500:
+                exchange.reply({"error": {"message": ends[1]}}, ends[0])
                 return
             exchange.start_stream()
             ending: dict[str, Any] = {"type": "length", "length": 1}
-            if self.prefill_ends is not None:
-                ending = {"type": "abort", "message": self.prefill_ends[1]}
+            if ends is not None:
+                ending = {"type": "abort", "message": ends[1]}
             token, _, _ = answer_of(body["input_ids"], 1, [])
             meta = {"id": body["rid"], "finish_reason": ending, "prompt_tokens": 3, "completion_tokens": 1}
+            if self.dies_late is not None:
+                await self.dies_late.wait()
+                exchange.reset()
+                return
             exchange.event({"text": "x", "output_ids": token, "meta_info": meta})
             exchange.end_stream()
 
@@ -171,7 +181,7 @@ class SGLangPair:
             self.decode_bodies.append(dict(body))
             self.came.set()
             waited = 0
-            while room not in self.rooms or self.prefill_hangs or self.prefill_ends is not None:
+            while room not in self.rooms or self.prefill_hangs or room in self.failed:
                 if exchange.gone.is_set():
                     self.decode.num_gone += 1
                     return

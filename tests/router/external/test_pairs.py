@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -285,6 +286,18 @@ async def test_sglang_cannot_tell_of_the_prompt_when_apart(sglang):
         sglang.submit(prompt_logprobs=1)
     assert caught.value.param == "prompt_logprobs"
     assert not sglang.pair.used and not sglang.pair.decode_bodies
+
+
+async def test_a_prefill_side_that_goes_after_its_part_is_done_disturbs_nobody(sglang):
+    sglang.pair.dies_late = asyncio.Event()
+    sglang.pair.decode.hold = 2
+    _, ear = sglang.submit(max_tokens=4)
+    await until(lambda: len(ear.tokens()) == 2)
+    sglang.pair.dies_late.set()
+    await until(lambda: not sglang.prefill.client.calls)
+    sglang.pair.decode.released.set()
+    await ear.wait()
+    assert ear.tokens() == [60, 61, 62, 63] and ear.prefill_failure is None
 
 
 def test_fields_of_a_body_are_replaced_added_and_taken_out():
