@@ -374,15 +374,15 @@ class Router:
         entry = self._record(route, candidates, plans, choice, placement, now, wall)
         lease = OpenLease(route, placement, replica, placed_at=now, num_uncached_tokens=uncached)
         lease.entry = entry
+        lease.keys = () if replica.tells_cache else keys
         if plan.giver is not None:
+            # what is on its way is not here for who comes next: the giver is the one to ask
             lease.num_fetched_tokens = plan.num_fetched_tokens
             self._pairs.attach(lease, plan, keys, now)
-        if replica.tells_cache:
-            # what is on its way from a giver is not here for who comes next: the giver is the one to ask
-            lease.claimed = keys[depths[replica.slot] :] if giver is None else ()
+        elif replica.tells_cache:
+            lease.claimed = keys[depths[replica.slot] :]
             index.claim(replica.slot, lease.claimed)
         else:
-            lease.keys = keys
             index.assume(replica.slot, keys, now, num_blocks=replica.num_blocks)
         replica.attach(lease, now)
         self._leases[route.request_id] = lease
