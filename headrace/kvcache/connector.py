@@ -184,12 +184,13 @@ class ConnectorServer:
 
 
 class _Stream:
-    """A SendStream. ``credit`` is how many blocks the receiver still takes."""
+    """A SendStream. The receiver takes ``window`` blocks at once, and ``credit`` more now."""
 
-    def __init__(self, sender: _Sender, key: str, job_id: str, credit: int) -> None:
+    def __init__(self, sender: _Sender, key: str, job_id: str, window: int) -> None:
         self.key = key
         self.job_id = job_id
-        self.credit = credit
+        self.window = window
+        self.credit = window
         self.credit_at = time.monotonic()
         self.asked = False
         self.closed = False
@@ -334,7 +335,7 @@ class _Sender:
             stream = self._streams.get(message.job_id)
             if stream is not None:
                 with self.lock:
-                    stream.credit = min(stream.credit + max(0, message.num_blocks), self.server.window)
+                    stream.credit += max(0, message.num_blocks)
                     stream.credit_at = self._progress_at
         elif isinstance(message, Cancel):
             stream = self._streams.get(message.job_id)
@@ -344,9 +345,7 @@ class _Sender:
     def _start(self, fetch: Fetch) -> None:
         reason = self._objection(fetch)
         if not reason:
-            stream = _Stream(
-                self, f"{self._number}:{fetch.job_id}", fetch.job_id, min(fetch.window, self.server.window)
-            )
+            stream = _Stream(self, f"{self._number}:{fetch.job_id}", fetch.job_id, fetch.window)
             self._streams[fetch.job_id] = stream
             try:
                 self.server.handler.start(SendJob(stream.key, fetch.tokens, fetch.first), stream)
@@ -400,7 +399,8 @@ class _Sender:
             if not stream.asked:
                 continue
             with self.lock:
-                ready = min(stream.credit, self.num_free()) * 4 >= self.server.window
+                enough = min(stream.window, self.server.window) / 4
+                ready = min(stream.credit, self.num_free()) >= enough
                 stream.asked = not ready
             if ready:
                 self.server.handler.room(stream.key)

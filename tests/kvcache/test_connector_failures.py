@@ -293,7 +293,7 @@ def test_jobs_that_make_no_sense_are_refused(listen: str, change: dict[str, Any]
         assert not handler.jobs
 
 
-def test_credit_beyond_reason_does_not_widen_the_window(listen: str) -> None:
+def test_credit_beyond_reason_does_not_fill_the_senders_memory(listen: str) -> None:
     handler = Prefill()
     with serving(listen, handler) as server, connect(server) as sock:
         sock.sendall(encode_frame(fetch_of(tokens=tokens_of(3 * WINDOW), window=2**62)))
@@ -303,6 +303,19 @@ def test_credit_beyond_reason_does_not_widen_the_window(listen: str) -> None:
         wait_until(lambda: handler._next[key] >= WINDOW // 2)
         assert handler._next[key] <= 2 * WINDOW
     handler.wait(lambda handler: bool(handler.cancelled))
+
+
+def test_a_receiver_of_a_small_window_gets_no_more_and_no_less(listen: str) -> None:
+    handler = Prefill()
+    with serving(listen, handler) as server, connect(server) as sock:
+        sock.sendall(encode_frame(fetch_of(tokens=tokens_of(7), window=4)))
+        handler.wait(lambda handler: bool(handler.jobs))
+        (key,) = handler.jobs
+        wait_until(lambda: handler._next[key] == 4)
+        sock.sendall(encode_frame(Credit("j", 1)))
+        wait_until(lambda: handler._next[key] == 5)
+        sock.sendall(encode_frame(Credit("j", 2)))
+        wait_until(lambda: handler._next[key] == 7)
 
 
 def test_freeing_what_was_not_held_closes_the_connection(tmp_path: Path) -> None:
