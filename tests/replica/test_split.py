@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def alone(prefill: Replica) -> Iterator[Peer]:
 
 @pytest.fixture
 def peers(prefill: Replica, decode: Replica) -> Iterator[tuple[Peer, Peer]]:
-    """Connections to both sides; afterwards neither holds a block or a descriptor more than before."""
+    """Connections to both sides; afterwards neither holds a block."""
     sides = prefill.connect(), decode.connect()
     yield sides
     for side in sides:
@@ -196,14 +197,34 @@ def test_a_sender_that_is_killed_costs_no_token(
     sender.stop()
 
 
+def test_a_receiver_that_is_killed_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, prefill: Replica, peers: tuple[Peer, Peer]
+) -> None:
+    giver, _ = peers
+    before = num_descriptors(prefill)
+    receiver = Replica(folder, tmp_path, role="decode").wait_ready()
+    own = receiver.connect()
+    for i in range(8):
+        own.submit(f"gone-{i}", prompt(60 + i, 480), prefill_from=giver.hello.kv_address, max_tokens=LENGTH)
+    while not giver.probe().stats.num_running:
+        pass
+    receiver.process.kill()
+    receiver.stop()
+    stats = giver.wait_idle().stats
+    deadline = time.monotonic() + PATIENCE_S
+    while num_descriptors(prefill) != before:
+        assert time.monotonic() < deadline, "a descriptor is left"
+    assert stats.num_free_blocks == stats.num_blocks
+
+
 def test_blocks_of_another_kind_are_refused(
     folder: Path, tmp_path: Path, peers: tuple[Peer, Peer], alone: Peer
 ) -> None:
     _, taker = peers
     other = Replica(folder, tmp_path, kv_listen="unix", block_size=8, **PREFILL).wait_ready()
     before = moves(taker.probe().stats)
-    taker.submit("split", prompt(60), prefill_from=other.connect().hello.kv_address, max_tokens=LENGTH)
-    assert taker.finish("split")["split"] == right(alone, prompt(60))
+    taker.submit("split", prompt(120), prefill_from=other.connect().hello.kv_address, max_tokens=LENGTH)
+    assert taker.finish("split")["split"] == right(alone, prompt(120))
     after = moves(taker.probe().stats)
     assert (after.failed_fetches - before.failed_fetches, after.fetched_blocks - before.fetched_blocks) == (
         1,
