@@ -12,9 +12,19 @@ import msgspec
 
 from headrace.core.errors import UnavailableError
 from headrace.core.routing import Capabilities, Endpoint, EngineKind
-from headrace.router.external import llama_server, openai_text, sglang, tensorrt_llm, vllm, vllm_generate
+from headrace.router.external import (
+    llama_server,
+    openai_text,
+    sglang,
+    sglang_pair,
+    tensorrt_llm,
+    vllm,
+    vllm_generate,
+    vllm_pair,
+)
 from headrace.router.external.http_client import HTTPClient, HTTPFailure
 from headrace.router.external.prometheus import Samples
+from headrace.router.kv_traits import PAIRING_KINDS
 
 UNKNOWN_MODEL_LEN = 1 << 20
 """Where a server does not say how long a context may be, it has to refuse by itself."""
@@ -72,6 +82,11 @@ async def recognise(client: HTTPClient, endpoint: Endpoint) -> Recognised:
     """Asks the server; UnavailableError or HTTPFailure when it does not answer, or lacks the model."""
     card = await _model_card(client, endpoint)
     kind = endpoint.kind or _OWNERS.get(card.owned_by) or await _guess(client)
+    if endpoint.role != "unified" and kind not in PAIRING_KINDS:
+        raise UnavailableError(
+            f"{endpoint.address} is {kind} and cannot have the role {endpoint.role}",
+            hint=f"Leave its role out: only {' and '.join(PAIRING_KINDS)} servers have one.",
+        )
     if kind == "vllm":
         return await _vllm(client, endpoint, card)
     if kind == "sglang":
@@ -157,6 +172,8 @@ async def _vllm(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Reco
         limits.append("no replay of cache events (replay_endpoint): after a gap its index begins anew")
     if page is None:
         limits.append("no /metrics: how busy it is is a guess")
+    if endpoint.role != "unified":
+        limits.append(vllm_pair.LIMIT)
     started = samples.get("process_start_time_seconds")
     return Recognised(
         capabilities=Capabilities(
@@ -223,6 +240,8 @@ async def _sglang(client: HTTPClient, endpoint: Endpoint, card: ModelCard) -> Re
     limits = list(sglang.LIMITS) if tokens else [TEXT_LIMIT, BROKEN_LIMIT]
     if tokens and not events:
         limits.append("no cache events (kv_events of the replica): what its cache holds is a guess")
+    if endpoint.role != "unified":
+        limits.append(sglang_pair.LIMIT)
     if not has_load:
         limits.append("no /metrics (--enable-metrics): how busy it is is a guess")
     context = card.max_model_len or _int(info.get("max_req_input_len")) or _int(info.get("context_length"))

@@ -25,6 +25,8 @@ from headrace.router.external.faults import ServerFault, fault_of_status, garbag
 from headrace.router.external.pair import Ear, PairWorker, PrefillCall, with_fields
 from headrace.router.external.sse import EventTooLargeError, SSEReader
 
+LIMIT = "it does nothing without its other half, and prompt_logprobs is not supported"
+
 DEFAULT_BOOTSTRAP_PORT = 8998
 ROOM_BITS = 63
 

@@ -25,6 +25,10 @@ from headrace.router.external.completions import error_status
 from headrace.router.external.faults import ServerFault, fault_of_status, garbage
 from headrace.router.external.pair import Ear, PairWorker, PrefillCall, with_fields
 
+LIMIT = (
+    "blocks that nobody comes for, as when a caller leaves between the halves, stay until vLLM's own timeout"
+)
+
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

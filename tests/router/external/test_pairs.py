@@ -16,6 +16,7 @@ from headrace.router.external.http_client import HTTPClient
 from headrace.router.external.pair import with_fields
 from headrace.router.external.recognise import recognise
 from headrace.router.external.worker import ExternalWorker
+from tests.router.external import engines
 from tests.router.external.pair_engines import SGLangPair, VLLMPair
 from tests.router.external.stand_in import Ear, StandIn, make_request, until
 
@@ -298,6 +299,23 @@ async def test_a_prefill_side_that_goes_after_its_part_is_done_disturbs_nobody(s
     sglang.pair.decode.released.set()
     await ear.wait()
     assert ear.tokens() == [60, 61, 62, 63] and ear.prefill_failure is None
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_what_a_pair_cannot_do_is_told(kind):
+    async with Rig(kind) as rig:
+        words = " ".join(rig.decode.capabilities.limits)
+        assert {"vllm": "own timeout", "sglang": "prompt_logprobs"}[kind] in words
+
+
+async def test_a_server_that_knows_no_halves_cannot_have_a_role():
+    async with StandIn() as server:
+        engines.llama_server(server)
+        client = HTTPClient(server.url, log=LOG)
+        with pytest.raises(UnavailableError) as caught:
+            await recognise(client, Endpoint(replica_id="w", model="m", address=server.url, role="prefill"))
+        await client.close()
+        assert "llama-server" in caught.value.message and "vllm and sglang" in caught.value.hint
 
 
 def test_fields_of_a_body_are_replaced_added_and_taken_out():
