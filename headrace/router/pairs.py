@@ -87,7 +87,9 @@ class Pairs:
     def _disk_plans(self, prompt: Prompt, depths: Sequence[int], replicas: Sequence[Replica]) -> list[Plan]:
         """What each has in memory and, where reading is faster than computing, on disk."""
         limit = prompt.num_tokens - 1
-        plans = [Plan(min(depths[replica.slot] * prompt.per_block, limit)) for replica in replicas]
+        found = [depths[replica.slot] for replica in replicas]
+        by_depth = {depth: Plan(min(depth * prompt.per_block, limit)) for depth in set(found)}
+        plans = [by_depth[depth] for depth in found]
         by_folder: dict[str, tuple[DiskFolder, list[int]]] = {}
         for place, replica in enumerate(replicas):
             if replica.folder is not None and len(replica.folder):

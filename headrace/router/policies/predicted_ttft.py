@@ -63,7 +63,8 @@ class PredictedTtft:
                 fill = fill_s[index]
                 tokens += fetched[index]
             ttft = view.predict_ttft(num_prompt_tokens - tokens, num_prompt_tokens, num_samples, now, fill)
-            new = view.prefill_s(num_prompt_tokens - max(most, tokens), num_prompt_tokens)
+            held = tokens if tokens > most else most
+            new = view.prefill_s(num_prompt_tokens - held, num_prompt_tokens)
             score = ttft + new * (LATER + STREAM * view.num_running)
             if tokens < most:
                 missing = holder.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - known
