@@ -10,9 +10,7 @@ from headrace.core.routing import Capabilities, Endpoint, ModelInfo, Route
 from headrace.router.router import Router
 
 BLOCK = 16
-OURS = Capabilities(
-    kind="headrace", tokens=True, exact_rescue=True, cache_events=True, abort=True, load=True
-)
+OURS = Capabilities(kind="headrace", tokens=True, exact_rescue=True, cache_events=True, abort=True, load=True)
 VLLM = Capabilities(kind="vllm", tokens=True, abort=True, load=True)
 TEXT = Capabilities(kind="openai")
 

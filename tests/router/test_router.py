@@ -198,7 +198,13 @@ def test_samples_count() -> None:
 def test_first_come_first_served_and_tiers() -> None:
     router = make(1)
     names = fill(router, "q", 10)
-    for name, tier in (("b", "batch"), ("s", "standard"), ("f", "flex"), ("p", "priority"), ("s2", "standard")):
+    for name, tier in (
+        ("b", "batch"),
+        ("s", "standard"),
+        ("f", "flex"),
+        ("p", "priority"),
+        ("s2", "standard"),
+    ):
         assert place(router, name, tier=tier) is None
     order = []
     for name in names[:5]:
@@ -526,7 +532,12 @@ def test_why_tells_all_attempts_and_what_became_of_them() -> None:
     assert place(router, "q", 1, 2, 3, 4, attempt=1, exclude=["r0"], now=1.0) == "r1"
     first, second = router.why("caller-q")
     assert router.why("q") == [first, second]
-    assert (first.chosen, first.outcome, first.ttft_s, first.num_cached_tokens) == ("r0", "replica_gone", 0.25, 32)
+    assert (first.chosen, first.outcome, first.ttft_s, first.num_cached_tokens) == (
+        "r0",
+        "replica_gone",
+        0.25,
+        32,
+    )
     assert [c.num_cached_tokens for c in first.candidates] == [32, 0]
     assert first.candidates[0].score < first.candidates[1].score
     assert (second.chosen, second.outcome, second.attempt) == ("r1", None, 1)

@@ -9,11 +9,11 @@
           + new · EVICTION · pressure / mean pressure             what it pushes out of that cache
           + CROWD · in flight / max in flight                     decoding in company
 
-    1 + keep = (1 + KEEP / (1 + missing / KEEP_S)) / (1 + users)
+    1 + keep = (1 + KEEP / (1 + missing / KEEP_S)) / (1 + max(0, users − FEW))
 
 ``keep`` holds a conversation where its past is: leaving costs the next turns too, and two copies of one past
 cost others theirs. It is bounded: nobody waits longer than KEEP · KEEP_S to keep a prefix, however long.
-Where other requests want the same prefix, its cost is divided among them, the wait for it included: a
+Where many others want the same prefix, its cost is divided among them, the wait for it included: a
 replica that lacks it computes it once for all, so that a system prompt shared by everybody spreads over
 the fleet. Affinity is given up only for a hot replica: each is scored alone, and the others keep what they
 have.
@@ -31,6 +31,7 @@ from headrace.router.policies.base import Choice, ReplicaView, RouteView
 LATER = 0.5
 KEEP = 12.0
 KEEP_S = 10.0
+FEW = 2.0
 STREAM = 0.02
 EVICTION = 1.0
 CROWD = 0.02
@@ -43,7 +44,7 @@ class PredictedTtft:
     def choose(self, route: RouteView, candidates: Sequence[ReplicaView], now: float) -> Choice:
         num_prompt_tokens, num_samples, cached, num_users, home = route
         most = max(cached)
-        share = 1.0 / (1.0 + num_users)
+        share = 1.0 / (1.0 + max(0.0, num_users - FEW))
         total = 0.0
         for view in candidates:
             total += view.pressure
