@@ -243,8 +243,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
-    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Tokens and prefix hits
-    are counted by its present process.
+    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Tokens, prefix hits
+    and preemptions are counted by its present process.
     """
 
     member: Member
@@ -265,6 +265,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     breaker: BreakerState = "closed"
     num_indexed_blocks: int = 0
     num_index_resets: int = 0
+    num_preemptions: int = 0
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     note: str = ""

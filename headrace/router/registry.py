@@ -309,6 +309,7 @@ class Replica:
             breaker=self.breaker.state,
             num_indexed_blocks=num_indexed_blocks,
             num_index_resets=self.feed.num_resets,
+            num_preemptions=stats.num_preemptions,
             computed_prompt_tokens=stats.computed_prompt_tokens,
             generation_tokens=stats.generation_tokens,
             note=self.down_reason,
