@@ -205,7 +205,12 @@ class _Relay:
             lease.failed(error, "replica_gone")
 
     def on_error(self, error: HeadraceError) -> None:
-        self._call = None
+        if self._exchange.started:  # the gateway stops
+            self._break(error, "aborted")
+            return
+        call, self._call = self._call, None
+        if call is not None:
+            call.abort()
         self._metrics.finished["error"] += 1
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)

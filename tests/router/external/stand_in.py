@@ -168,9 +168,11 @@ class StandIn:
             await work
         except Caught as error:
             exchange.reply({"error": {"message": str(error), "type": "BadRequestError", "code": 400}}, 400)
+        except ConnectionError:
+            exchange.gone.set()
+            exchange.close()
         except Exception as error:
-            if not isinstance(error, ConnectionError):
-                self.errors.append(error)
+            self.errors.append(error)
             exchange.close()
         finally:
             for each in (work, watch):
