@@ -111,6 +111,7 @@ class Generation:
             self._of[request.request_id] = group
             self.samples += group
         self._unfinished = len(self.samples)
+        self._num_waiting = len(requests)
         self._forwarded: Callable[[], None] | None = None  # what aborts a body that went on as text
         self._observe_gap = served.metrics.inter_token_latency.observe
         self._lags = False  # the transport holds more than a little that its reader has not taken
@@ -141,16 +142,14 @@ class Generation:
     async def run(self) -> None:
         """Answers; raises the HeadraceError that ended it, before or after something was sent."""
         exchange = self._exchange
+        if self._streams:
+            exchange.watch_writable(self._on_full, self._on_room)
         self.submitted_at = time.perf_counter()
         for request in self.requests:
             flight = self._gateway.dispatcher.submit(request, self, caller_id=self.caller_id)
             self.flights[request.request_id] = flight
         exchange.watch(self._on_disconnect)
         try:
-            if self._streams:
-                exchange.watch_writable(self._on_full, self._on_room)
-                if not self._over and self._is_placed():
-                    exchange.start_events(self._shape.opening())
             await self._done
         finally:
             if not self._over:
@@ -163,6 +162,12 @@ class Generation:
             await self._respond()
 
     # What flights call
+
+    def on_started(self) -> None:
+        """The stream begins once no request waits for a place: until then it may be refused with a status."""
+        self._num_waiting -= 1
+        if not self._num_waiting and self._streams and not self._exchange.started:
+            self._exchange.start_events(self._shape.opening())
 
     def on_outputs(self, outputs: list[Output]) -> None:
         if self._over:
@@ -306,12 +311,6 @@ class Generation:
         metrics.request_generation_tokens.observe(sample.num_tokens)
         if sample.num_tokens > 1:
             metrics.time_per_output_token.observe((now - sample.first_at) / (sample.num_tokens - 1))
-
-    def _is_placed(self) -> bool:
-        """Whether all requests have a replica that speaks tokens: others may yet be refused with a status."""
-        text_worker = self._gateway.dispatcher.text_worker
-        placements = [flight.placement for flight in self.flights.values()]
-        return all(placed is not None and text_worker(placed.replica_id) is None for placed in placements)
 
     # How it ends
 
