@@ -236,3 +236,26 @@ def test_in_bfloat16_streams_part_only_within_the_noise_floor(model: Path) -> No
         assert num_equal > len(streams) // 3, "many streams are equal to the end"
         check_idle(server, 2)
         home.stop(server)
+
+
+@pytest.mark.parametrize("gateways", ["1", "2"])
+def test_a_second_signal_ends_what_runs(model: Path, gateways: str) -> None:
+    stream = Stream(TEXT, {"prompt": "hello", "max_tokens": 480, "ignore_eos": True, "n": 8})
+    with (
+        Home() as home,
+        Server(
+            *(str(model), "--dtype", "float32", "--kv-cache-gib", "0.05", "--gateways", gateways),
+            environment=home.environment,
+        ) as server,
+    ):
+
+        async def stop_twice() -> None:
+            await until(lambda: stream.num_events > 8, "it has begun")
+            server.terminate()
+            await until(lambda: "stopping; requests" in server.log, "it stops")
+            assert not stream.done, "it is let finish"
+            server.terminate()
+
+        run(server.url, [stream], stop_twice)
+        assert "shutting down" in stream.failure and not stream.done
+        home.check_nothing_left(server)
