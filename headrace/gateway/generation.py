@@ -155,10 +155,8 @@ class Generation:
             if not self._over:
                 self._over = True
                 self._abort()
-        if self._unfinished:
-            return  # the caller has gone, or has its answer from elsewhere
-        self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
-        if not self._streams:
+            self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
+        if not self._streams and not self._unfinished:  # else the caller has gone, or was answered elsewhere
             await self._respond()
 
     # What flights call
