@@ -79,12 +79,13 @@ class Replica:
     """One replica. Policies read it (``policies.base.ReplicaView``); the router writes it."""
 
     __slots__ = (
-        "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens", "connected", "down_reason",
-        "endpoint", "feed", "free_tokens", "hardware", "head_s", "instance", "last_turn", "leases", "max_in_flight",
-        "model", "num_blocks", "num_faults", "num_in_flight", "num_placed", "num_queued_tokens",
-        "num_rescued", "num_running", "num_ttfts", "open", "predicted_ttft_s", "pressure",
-        "price_per_hour", "queue_s", "rates", "replica_id", "reported", "slot", "stats", "suspect_until",
-        "takes_text", "takes_tokens", "tells_cache", "ttft_error_s", "ttft_s", "unbegun", "window",
+        "_last_foreign", "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens",
+        "connected", "down_reason", "endpoint", "feed", "free_tokens", "hardware", "head_s", "instance",
+        "last_turn", "leases", "max_in_flight", "model", "num_blocks", "num_faults", "num_foreign",
+        "num_in_flight", "num_placed", "num_queued_tokens", "num_rescued", "num_running", "num_ttfts",
+        "open", "predicted_ttft_s", "pressure", "price_per_hour", "queue_s", "rates", "replica_id",
+        "reported", "slot", "stats", "suspect_until", "takes_text", "takes_tokens", "tells_cache",
+        "ttft_error_s", "ttft_s", "unbegun", "window",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, feed: CacheFeed, slot: int) -> None:
@@ -109,6 +110,8 @@ class Replica:
         self.unbegun: dict[str, OpenLease] = {}
         self.num_in_flight = 0  # samples
         self.num_running = 0  # samples whose request began to answer
+        self.num_foreign = 0  # requests of others, as its load tells
+        self._last_foreign = 0
         self.num_queued_tokens = 0  # prompt tokens to compute of requests that did not
         self.queue_s = 0.0  # the time that takes
         self.head_s = 0.0  # of it, that of the first
@@ -179,7 +182,7 @@ class Replica:
         if self.unbegun:
             computed_s = now - self.busy_since
             seconds += self.queue_s - (computed_s if computed_s < self.head_s else self.head_s)
-        over = self.num_in_flight + num_samples - self.max_in_flight
+        over = self.num_in_flight + self.num_foreign + num_samples - self.max_in_flight
         if over > 0:
             seconds += over * rates.decode_s / self.max_in_flight
         if self.capacity_tokens:
@@ -247,6 +250,9 @@ class Replica:
 
     def set_stats(self, stats: Stats) -> None:
         self.stats = stats
+        if self.takes_text:  # ours serve nobody else; the last two words on it, as ours come and go between
+            foreign = max(0, stats.num_running + stats.num_waiting - self.num_in_flight)
+            self.num_foreign, self._last_foreign = min(foreign, self._last_foreign), foreign
         if stats.num_blocks:
             self.num_blocks = stats.num_blocks
             self.capacity_tokens = stats.num_blocks * self.block_size
@@ -371,6 +377,10 @@ class Registry:
         if exclude and not others_up:
             return [r for group in groups for r in group if not r.why_not(num_samples, now)]
         return []
+
+    def has_room(self, key: tuple[str, bool], now: float) -> bool:
+        """Whether any replica takes one sample more of such requests."""
+        return any(not replica.why_not(1, now) for group in self.groups(*key) for replica in group)
 
     def excluded(self, route: Route, candidates: list[Replica], now: float) -> list[tuple[str, str]]:
         """The model's other replicas, each with the reason why it was not considered."""

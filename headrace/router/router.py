@@ -247,6 +247,8 @@ class Router:
         if lease.entry is None:
             return  # adopted: when it was placed is not known
         if not lease.delayed:
+            if not replica.tells_cache:  # nor does it always tell what it found
+                num_cached_tokens = max(num_cached_tokens, lease.placement.num_cached_tokens)
             computed = lease.route.num_prompt_tokens - num_cached_tokens
             replica.rates.on_prefill(
                 computed, lease.route.num_prompt_tokens, min(service_s, ttft_s), alone=lease.alone
@@ -446,6 +448,8 @@ class Router:
                 self._waiting.remove(waiter.route.request_id)
                 refusal = no_replica(waiter.route, self._registry.of_model(waiter.route.model))
                 answers.append((waiter.route.request_id, refusal))
+            return
+        if not self._registry.has_room(key, now):
             return
         for waiter in self._waiting.line(key):
             route = waiter.route

@@ -284,6 +284,17 @@ def test_cache_room_is_seen() -> None:
     assert place(router, "q", *numbers) == "r1"
 
 
+def test_what_others_run_on_a_shared_server_is_seen() -> None:
+    router = make(2, capabilities=VLLM)
+    router.on_stats("r0", Stats(num_running=8, num_waiting=20), 0.0)
+    assert place(router, "once") in ("r0", "r1"), "told once it may be of what has just ended"
+    release(router, "once")
+    router.on_stats("r0", Stats(num_running=8, num_waiting=20), 0.0)
+    assert [place(router, f"q{i}", tokens=200) for i in range(4)] == ["r1"] * 4
+    router.on_stats("r0", Stats(), 1.0)
+    assert place(router, "again", tokens=200) == "r0"
+
+
 # Who may be chosen
 
 
