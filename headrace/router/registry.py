@@ -36,6 +36,7 @@ DEFAULT_MAX_IN_FLIGHT = 64
 MIN_LOOKAHEAD = 2
 LOOKAHEAD_SHARE = 4  # a quarter
 SUSPECT_S = 1.0
+MIN_HELD_SHARE = 0.05
 UNKNOWN_CAPACITY_TOKENS = 100_000
 PRESSURE_HALF_LIFE_S = 120.0
 TTFT_STEP = 0.1
@@ -80,12 +81,12 @@ class Replica:
 
     __slots__ = (
         "_last_foreign", "block_size", "breaker", "busy_since", "capabilities", "capacity_tokens",
-        "connected", "down_reason", "endpoint", "feed", "free_tokens", "hardware", "head_s", "instance",
-        "last_turn", "leases", "max_in_flight", "model", "num_blocks", "num_faults", "num_foreign",
-        "num_in_flight", "num_placed", "num_queued_tokens", "num_rescued", "num_running", "num_ttfts",
-        "open", "predicted_ttft_s", "pressure", "price_per_hour", "queue_s", "rates", "replica_id",
-        "reported", "slot", "stats", "suspect_until", "takes_text", "takes_tokens", "tells_cache",
-        "ttft_error_s", "ttft_s", "unbegun", "window",
+        "connected", "down_reason", "endpoint", "feed", "free_tokens", "hardware", "head_s", "head_tokens",
+        "instance", "last_turn", "leases", "max_in_flight", "model", "num_blocks", "num_faults",
+        "num_foreign", "num_in_flight", "num_placed", "num_queued_tokens", "num_rescued", "num_running",
+        "num_ttfts", "open", "predicted_ttft_s", "pressure", "price_per_hour", "queue_s", "rates",
+        "replica_id", "reported", "slot", "stats", "suspect_until", "takes_text", "takes_tokens",
+        "tells_cache", "ttft_error_s", "ttft_s", "unbegun", "unbegun_tokens", "window",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, feed: CacheFeed, slot: int) -> None:
@@ -114,7 +115,9 @@ class Replica:
         self._last_foreign = 0
         self.num_queued_tokens = 0  # prompt tokens to compute of requests that did not
         self.queue_s = 0.0  # the time that takes
-        self.head_s = 0.0  # of it, that of the first
+        self.unbegun_tokens = 0  # all prompt tokens of those requests
+        self.head_s = 0.0  # the first of them: its time and its prompt tokens
+        self.head_tokens = 0
         self.busy_since = 0.0
         self.last_turn = 0
         self.pressure = 0.0
@@ -173,24 +176,27 @@ class Replica:
     def predict_ttft(self, num_uncached_tokens: int, num_tokens: int, num_samples: int, now: float) -> float:
         """Seconds from now to the first token of a prompt of ``num_tokens``, placed here.
 
-        Overhead, then the prompts ahead and its own at the learned rates, less the time for which the first
-        of them has been computed. Beyond ``max_in_flight``, and where the cache has too few free
-        tokens, it waits for others to end: a request ends every (mean decode time / number running).
+        Its own work at the learned rates and an overhead, after the longest of three waits: for the prompts
+        ahead, less the time for which the first of them has been computed; for a seat, where more than
+        ``max_in_flight`` would run; for blocks, where the cache has too few free tokens. Seats and
+        blocks come free as running requests end, in the mean time that they decode.
         """
-        rates = self.rates
-        seconds = rates.overhead_s + rates.prefill_s(num_uncached_tokens, num_tokens)
+        rates, ahead_s, seat_s, room_s = self.rates, 0.0, 0.0, 0.0
+        queued = 0  # tokens of prompts ahead that have no blocks yet: all but the first
         if self.unbegun:
             computed_s = now - self.busy_since
-            seconds += self.queue_s - (computed_s if computed_s < self.head_s else self.head_s)
+            ahead_s = self.queue_s - (computed_s if computed_s < self.head_s else self.head_s)
+            queued = self.unbegun_tokens - self.head_tokens
         over = self.num_in_flight + self.num_foreign + num_samples - self.max_in_flight
         if over > 0:
-            seconds += over * rates.decode_s / self.max_in_flight
+            seat_s = over * rates.decode_s / self.max_in_flight
         if self.capacity_tokens:
-            short = num_tokens + self.num_queued_tokens - self.free_tokens
+            short = num_tokens + queued - self.free_tokens
             if short > 0:
-                held = max(self.capacity_tokens - self.free_tokens, short)
-                seconds += rates.decode_s * short / held
-        return seconds
+                held = self.capacity_tokens - self.free_tokens
+                room_s = rates.decode_s * short / max(held, MIN_HELD_SHARE * self.capacity_tokens)
+        wait_s = max(ahead_s, seat_s, room_s)
+        return wait_s + rates.overhead_s + rates.prefill_s(num_uncached_tokens, num_tokens)
 
     # Leases
 
@@ -210,9 +216,10 @@ class Replica:
         if not self.unbegun:
             lease.alone = True
             self.busy_since = now
-            self.head_s = lease.prefill_s
+            self.head_s, self.head_tokens = lease.prefill_s, lease.route.num_prompt_tokens
         self.unbegun[lease.route.request_id] = lease
         self.num_queued_tokens += lease.num_uncached_tokens
+        self.unbegun_tokens += lease.route.num_prompt_tokens
         self.queue_s += lease.prefill_s
 
     def begin(self, lease: OpenLease, now: float) -> float:
@@ -236,13 +243,16 @@ class Replica:
     def _leave_queue(self, lease: OpenLease, now: float) -> None:
         del self.unbegun[lease.route.request_id]
         self.num_queued_tokens -= lease.num_uncached_tokens
+        self.unbegun_tokens -= lease.route.num_prompt_tokens
         # whichever left: what the engine did until now went to prompts that are accounted for
         self.busy_since = now
         if self.unbegun:
             self.queue_s -= lease.prefill_s
-            self.head_s = next(iter(self.unbegun.values())).prefill_s
+            head = next(iter(self.unbegun.values()))
+            self.head_s, self.head_tokens = head.prefill_s, head.route.num_prompt_tokens
         else:
             self.queue_s = self.head_s = 0.0  # rounding errors do not add up
+            self.head_tokens = 0
 
     def add_pressure(self, num_tokens: float) -> None:
         """Counts what a request will write into the cache, as a share of it."""
@@ -268,6 +278,7 @@ class Replica:
         assert self.unbegun == waiting, "the queue differs from the leases that have not begun"
         assert self.num_queued_tokens == sum(lease.num_uncached_tokens for lease in waiting.values())
         assert isclose(self.queue_s, sum(lease.prefill_s for lease in waiting.values()), abs_tol=1e-6)
+        assert self.unbegun_tokens == sum(lease.route.num_prompt_tokens for lease in waiting.values())
         assert self.head_s == (next(iter(self.unbegun.values())).prefill_s if self.unbegun else 0.0)
 
     def on_ttft(self, ttft_s: float, predicted_s: float) -> None:
