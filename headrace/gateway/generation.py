@@ -3,8 +3,8 @@
 Generation ── Flight (one per engine request of the body) ── whichever replica it is on
   └─ Sample (one per choice) ── TextStream (detokenizing, stop strings)
 
-Everything on the token path is a call: a step's outputs come in, their events go out to the transport.
-The handler sleeps on one future until the end.
+Everything on the token path is a call: a step's outputs come in, their events go out to the transport at the
+end of the event loop's turn. The handler sleeps on one future until the end.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Generation:
         self._num_waiting = len(requests)
         self._forwarded: Callable[[], None] | None = None  # what aborts a body that went on as text
         self._observe_gap = served.metrics.inter_token_latency.observe
+        self._unsent: list[bytes] = []  # parts of events that go out at the end of this turn
         self._lags = False  # the transport holds more than a little that its reader has not taken
         self._over = False
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -154,6 +155,7 @@ class Generation:
         finally:
             if not self._over:
                 self._over = True
+                self._unsent = []
                 self._abort()
             self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
         if not self._streams and not self._unfinished:  # else the caller has gone, or was answered elsewhere
@@ -223,17 +225,25 @@ class Generation:
                     parts += (shape.before[sample.index], text, shape.after)
             sample.num_tokens += len(token_ids)
             self._metrics.generation_tokens += len(token_ids)
+        if self._streams:
+            if parts and not self._unsent:
+                self._gateway.outbox.add(self._flush)
+            self._unsent += parts
         if not self._unfinished:
-            self._complete(parts)
-        elif self._streams:
-            exchange = self._exchange
-            if not exchange.started:
-                exchange.start_events(shape.opening())
-            data = b"".join(parts)
-            if data:
-                exchange.send_events(data)
-                if self._lags and exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
-                    self._give_up_on_reader()
+            self._complete()
+
+    def _flush(self) -> None:
+        """Sends what was written since the last time."""
+        parts, self._unsent = self._unsent, []
+        data = b"".join(parts)
+        if not data:
+            return
+        exchange = self._exchange
+        if not exchange.started:
+            exchange.start_events(self._shape.opening())
+        exchange.send_events(data)
+        if self._lags and not self._over and exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
+            self._give_up_on_reader()
 
     def _whole_text(self, token_ids: list[int]) -> bytes | None:
         """Several tokens as they stand in a JSON string; None when one is not a text of its own."""
@@ -267,9 +277,10 @@ class Generation:
             sample.logprobs += delta.logprobs
         return b""
 
-    def _complete(self, parts: list[bytes]) -> None:
+    def _complete(self) -> None:
         """Every sample has ended: the last events, or a handler that writes the whole response."""
         if self._streams:
+            parts, self._unsent = self._unsent, []
             exchange = self._exchange
             if not exchange.started:
                 exchange.start_events(self._shape.opening())
@@ -315,6 +326,7 @@ class Generation:
     def _end(self, error: Exception | None = None) -> None:
         """Wakes the handler; nothing that comes later counts."""
         self._over = True
+        self._flush()
         if error is None:
             self._done.set_result(None)
         else:
