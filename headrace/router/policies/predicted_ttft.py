@@ -1,7 +1,7 @@
 """The default: shortest predicted time to first token, with what the placement costs everybody else.
 
     new     = seconds to compute what no replica has cached of the prompt, at this one's learned rates
-    missing = seconds to compute what another replica has cached and this one has not
+    missing = seconds that it would take the replica with most of it cached to compute what is missing here
 
     score = predicted TTFT                                        this request's wait
           + new · (LATER + STREAM · running)                      later prompts, and streams that run there
@@ -45,6 +45,8 @@ class PredictedTtft:
         num_prompt_tokens, num_samples, cached, num_users, home = route
         most = max(cached)
         share = 1.0 / (1.0 + max(0.0, num_users - FEW))
+        holder = candidates[cached.index(most)]
+        known = holder.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
         total = 0.0
         for view in candidates:
             total += view.pressure
@@ -59,7 +61,7 @@ class PredictedTtft:
             new = view.prefill_s(num_prompt_tokens - most, num_prompt_tokens)
             score = ttft + new * (LATER + STREAM * view.num_running)
             if tokens < most:
-                missing = view.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - new
+                missing = holder.prefill_s(num_prompt_tokens - tokens, num_prompt_tokens) - known
                 keep = share * (1.0 + KEEP / (1.0 + missing / KEEP_S)) - 1.0
                 score += missing * (keep + STREAM * view.num_running)
             score += new * eviction * view.pressure + CROWD * view.num_in_flight / view.max_in_flight
