@@ -325,41 +325,13 @@ def _body(messages: list[dict[str, str]]) -> dict[str, object]:
 
 
 def _words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choices(WORDS, k=count))
+    return " ".join(rng.choices(WORDS.split(), k=count))
 
 
-WORDS = [
-    "river",
-    "stone",
-    "market",
-    "window",
-    "paper",
-    "garden",
-    "engine",
-    "silver",
-    "morning",
-    "letter",
-    "winter",
-    "bridge",
-    "copper",
-    "signal",
-    "forest",
-    "harbor",
-    "candle",
-    "summer",
-    "mountain",
-    "island",
-    "pepper",
-    "wagon",
-    "ladder",
-    "meadow",
-    "cotton",
-    "mirror",
-    "planet",
-    "basket",
-    "kitchen",
-    "shadow",
-]
+WORDS = (
+    "river stone market window paper garden engine silver morning letter winter bridge copper signal forest "
+    "harbor candle summer mountain island pepper wagon ladder meadow cotton mirror planet basket kitchen"
+)
 
 
 async def _until_all_are_up(url: str) -> None:
