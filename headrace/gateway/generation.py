@@ -259,6 +259,8 @@ class Generation:
         """What a TextStream makes of an output, as an event."""
         if output.finish_reason == "abort":
             raise UnavailableError("the engine stopped the request before it was finished")
+        if output.num_cached_tokens:
+            self._learn_cached(output)
         token_ids = output.token_ids
         num_counted = len(sample.held)
         if num_counted:
@@ -276,6 +278,15 @@ class Generation:
         if delta.logprobs:
             sample.logprobs += delta.logprobs
         return b""
+
+    def _learn_cached(self, output: Output) -> None:
+        """Servers of others tell only with the last tokens what was cached; after a rescue that is of another
+        prompt."""
+        first = self.firsts[output.request_id]
+        more = output.num_cached_tokens - first.num_cached_tokens
+        if more > 0 and not self.flights[output.request_id].num_rescues:
+            self.firsts[output.request_id] = first._replace(num_cached_tokens=output.num_cached_tokens)
+            self._metrics.cached_prompt_tokens += more
 
     def _complete(self) -> None:
         """Every sample has ended: the last events, or a handler that writes the whole response."""

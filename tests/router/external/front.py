@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.core.knobs import GatewayConfig, RouterConfig
@@ -17,6 +18,7 @@ from headrace.router.external import make_worker
 from headrace.router.external.http_client import Call, Headers, HTTPClient, HTTPFailure
 from headrace.router.external.monitor import ExternalMonitor
 from headrace.router.placer import LocalPlacer
+from headrace.text.tokenizer import Tokenizer
 from tests.router.external.stand_in import Exchange, StandIn, until
 
 LOG = logging.getLogger("test")
@@ -146,9 +148,19 @@ class Answer:
 class Front:
     """Gateway, dispatcher and router over ``servers``."""
 
-    def __init__(self, *servers: TextServer, config: RouterConfig | None = None, **endpoint: Any) -> None:
+    def __init__(
+        self,
+        *servers: TextServer,
+        config: RouterConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        others: Sequence[Endpoint] = (),
+        **endpoint: Any,
+    ) -> None:
+        """``others`` are servers beside, as they are; with a tokenizer the gateway speaks tokens to them."""
         self.servers = servers
         self.router_config = config or RouterConfig()
+        self._tokenizer = tokenizer
+        self._others = others
         self._endpoint = endpoint
 
     async def __aenter__(self) -> Front:
@@ -163,7 +175,9 @@ class Front:
             self.placer.set_endpoint(
                 Endpoint(replica_id=server.name, model=MODEL, address=server.url, **self._endpoint)
             )
-        served = ServedModel(MODEL, [MODEL, "alias"], None, self.dispatcher)
+        for other in self._others:
+            self.placer.set_endpoint(other)
+        served = ServedModel(MODEL, [MODEL, "alias"], self._tokenizer, self.dispatcher)
         config = GatewayConfig(port=0, shutdown_grace_s=0.2)
         self.gateway = Gateway(config, models=[served], dispatcher=self.dispatcher, log=LOG)
         self.metrics = served.metrics
@@ -192,7 +206,7 @@ class Front:
 
     async def up(self, num: int | None = None) -> None:
         """Waits until so many servers are ready; all by default."""
-        wanted = len(self.servers) if num is None else num
+        wanted = len(self.servers) + len(self._others) if num is None else num
 
         def num_ready() -> int:
             return sum(member.state == "ready" for member in self.placer.fleet.members)
