@@ -26,6 +26,8 @@ from headrace.router.external import make_worker
 from headrace.router.remote import RemotePlacer
 from headrace.text.tokenizer import Tokenizer
 
+ROUTER_WAIT_S = 10.0
+
 log = logging.getLogger("headrace.gateway")
 
 
@@ -67,6 +69,9 @@ async def _serve(
     dispatcher.start()
     reporting = asyncio.create_task(gateway.report_forever())
     try:
+        # Otherwise the first callers would hear that no replica is ready.
+        if not await placer.wait_told(ROUTER_WAIT_S):
+            log.warning("the router has not answered for %g s", ROUTER_WAIT_S)
         with until_orphaned() as stop:
             await serve(
                 gateway,
