@@ -261,3 +261,29 @@ def test_a_second_signal_ends_what_runs(model: Path, gateways: str) -> None:
         run(server.url, [stream], stop_twice)
         assert "shutting down" in stream.failure and not stream.done
         home.check_nothing_left(server)
+
+
+def test_killed_processes_are_replaced_and_none_outlives_the_first(model: Path) -> None:
+    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "logprobs": 0}
+    flags = (str(model), "--dtype", "float32", "--kv-cache-gib", "0.05", "--gateways", "2")
+    with Home() as home, Server(*flags, environment=home.environment) as server:
+        reference = run(server.url, [Stream(TEXT, body)])
+        check_complete(reference)
+        streams = [Stream(TEXT, body)]
+
+        async def kill_the_only_replica() -> None:
+            await until(lambda: streams[0].num_events > 5, "it has begun")
+            os.kill(server.pids("headrace.replica")[0], signal.SIGKILL)
+
+        run(server.url, streams, kill_the_only_replica)
+        check_complete(streams)
+        check_same(streams, reference)
+
+        first = server.pids("headrace.gateway")
+        os.kill(first[0], signal.SIGKILL)
+        wait_until(lambda: first[0] not in server.pids("headrace.gateway"), "it is dead")
+        check_complete(run(server.url, [Stream(TEXT, {**body, "max_tokens": 3})]))
+        wait_until(lambda: len(server.status()["gateways"]) == 2, "another one in its place")
+
+        server.process.kill()
+        wait_until(lambda: home.processes() == {}, "its children end by themselves")
