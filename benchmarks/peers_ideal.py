@@ -40,7 +40,7 @@ def longest_prefix_hit_rate(requests: Requests) -> float:
         longest = max((_common(prompt, other) for other in earlier), default=0)
         num_tokens += len(prompt)
         num_hits += min(longest, len(prompt) - 1)
-        earlier.append(whole)
+        earlier.append(whole[:-1])  # the last token is sampled, never computed
     return num_hits / num_tokens if num_tokens else 0.0
 
 
