@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -96,21 +97,27 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "repetitions": f"{arguments.repeats} of each policy, in turns; medians",
     }
     for kind in arguments.servers:
-        with _servers(kind, model) as servers:
-            recipe[kind] = _describe(kind)
-            rows += _measure(kind, servers, model, arguments.repeats)
+        recipe[kind] = _describe(kind)
+        if kind == "vllm":
+            with _servers(kind, model) as servers:  # they take long to load, and can empty their caches
+                rows += _measure(kind, lambda: nullcontext(servers), model, arguments.repeats)
+        else:
+            rows += _measure(kind, partial(_servers, kind, model), model, arguments.repeats)
     return Report(name="peers", recipe=recipe, rows=rows), (
         "hit_rate: prompt tokens that the servers report as found in their caches, over all prompt tokens",
         "share_of_ideal: hit_rate over that of one cache of both servers' size, same requests in order",
     )
 
 
-def _measure(kind: str, servers: Sequence[Server], model: Model, repeats: int) -> list[Row]:
+def _measure(
+    kind: str, servers_of: Callable[[], AbstractContextManager[list[Server]]], model: Model, repeats: int
+) -> list[Row]:
+    """``servers_of`` gives the servers of one run."""
     runs: dict[str, list[Run]] = {policy: [] for policy in POLICIES}
-    asyncio.run(_warm_up(servers))
     for repeat in range(repeats):
         for policy in POLICIES if repeat % 2 == 0 else POLICIES[::-1]:
-            result = asyncio.run(_run(kind, servers, model, policy, seed=repeat))
+            with servers_of() as servers:
+                result = asyncio.run(_run(kind, servers, model, policy, seed=repeat))
             runs[policy].append(result)
             _say(
                 f"{kind} #{repeat} {policy}: hits {100 * result.hit_rate:.1f} % "
@@ -208,9 +215,9 @@ def _describe(kind: str) -> str:
             f"{BLOCK_SIZE}, KV events and replay over ZeroMQ; cache emptied before each run"
         )
     return (
-        f"{NUM_SERVERS} llama-server, one core each, {NUM_SLOTS} slots and its prompt cache in memory as it "
-        "comes; no events: the index is a guess from what was sent. Ideal: the longest prefix shared with "
-        "any earlier conversation"
+        f"{NUM_SERVERS} llama-server, fresh for each run, one core each, {NUM_SLOTS} slots and its prompt "
+        "cache in memory as it comes; no events: the index is a guess from what was sent. Ideal: the longest "
+        "prefix shared with any earlier conversation"
     )
 
 
@@ -228,6 +235,7 @@ async def _warm_up(servers: Sequence[Server]) -> None:
 
 
 async def _run(kind: str, servers: Sequence[Server], model: Model, policy: str, *, seed: int) -> Run:
+    await _warm_up(servers)
     if kind == "vllm":
         for server in servers:
             await asyncio.to_thread(_post, server.url + "/reset_prefix_cache")
