@@ -3,8 +3,10 @@
     users, in turns ──► headrace serve --worker-urls A --worker-urls B ──► A, B (one core each)
 
 Conversations of several turns begin with one of a few long system prompts; the model's answers go into the
-next turn. The hit rate is what the servers themselves report, over both; the ideal is one cache of their
-total size that serves the same prompts, answers included, one after the other in the same order.
+next turn. The hit rate is what the servers themselves report, over both. The ideal is one cache of their
+total size: for vLLM simulated, serving the same prompts, answers included, one after the other in the same
+order; for llama-server, which by itself loses what another conversation takes over, one server with all the
+slots, measured.
 """
 
 from __future__ import annotations
@@ -17,9 +19,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -28,7 +29,7 @@ import msgspec
 from benchmarks import peers
 from benchmarks.child import ChildError, Server, free_port
 from benchmarks.contenders import Model, NotInstalled, environment
-from benchmarks.peers_ideal import block_hit_rate, longest_prefix_hit_rate
+from benchmarks.peers_ideal import block_hit_rate
 from headrace.bench.load import StreamReader, open_session, send
 from headrace.bench.metrics import RequestTrace, interquartile_range, median, percentile
 from headrace.bench.recipe import base_recipe
@@ -98,32 +99,62 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     }
     for kind in arguments.servers:
         recipe[kind] = _describe(kind)
-        if kind == "vllm":
-            with _servers(kind, model) as servers:  # they take long to load, and can empty their caches
-                rows += _measure(kind, lambda: nullcontext(servers), model, arguments.repeats)
-        else:
-            rows += _measure(kind, partial(_servers, kind, model), model, arguments.repeats)
+        measure = _measure_vllm if kind == "vllm" else _measure_llama
+        runs = measure(model, arguments.repeats)
+        rows += _rows(kind, runs)
     return Report(name="peers", recipe=recipe, rows=rows), (
         "hit_rate: prompt tokens that the servers report as found in their caches, over all prompt tokens",
         "share_of_ideal: hit_rate over that of one cache of both servers' size, same requests in order",
     )
 
 
-def _measure(
-    kind: str, servers_of: Callable[[], AbstractContextManager[list[Server]]], model: Model, repeats: int
-) -> list[Row]:
-    """``servers_of`` gives the servers of one run."""
+def _measure_vllm(model: Model, repeats: int) -> dict[str, list[Run]]:
+    """One pair of servers for all runs: they take long to load, and can empty their caches."""
     runs: dict[str, list[Run]] = {policy: [] for policy in POLICIES}
+    with _servers("vllm", model) as servers:
+        for repeat, policy in _order(repeats):
+            for server in servers:
+                _post(server.url + "/reset_prefix_cache")
+            turns, prompts, hit_rate = asyncio.run(_run("vllm", servers, model, policy, seed=repeat))
+            # one of a server's blocks holds nothing
+            ideal = block_hit_rate(prompts, NUM_SERVERS * (NUM_BLOCKS - 1), BLOCK_SIZE)
+            runs[policy].append(_told("vllm", repeat, policy, turns, hit_rate, ideal))
+    return runs
+
+
+def _measure_llama(model: Model, repeats: int) -> dict[str, list[Run]]:
+    """Fresh servers for each run, whose caches cannot be emptied; one with all the slots for each repeat."""
+    runs: dict[str, list[Run]] = {policy: [] for policy in POLICIES}
+    ideals: dict[int, float] = {}
+    for repeat, policy in _order(repeats):
+        if repeat not in ideals:
+            with _servers("llama-server", model, count=1) as servers:
+                run = _run("llama-server", servers, model, POLICIES[0], seed=repeat)
+                _, _, ideals[repeat] = asyncio.run(run)
+        with _servers("llama-server", model) as servers:
+            turns, _, hit_rate = asyncio.run(_run("llama-server", servers, model, policy, seed=repeat))
+        runs[policy].append(_told("llama-server", repeat, policy, turns, hit_rate, ideals[repeat]))
+    return runs
+
+
+def _order(repeats: int) -> Iterator[tuple[int, str]]:
     for repeat in range(repeats):
         for policy in POLICIES if repeat % 2 == 0 else POLICIES[::-1]:
-            with servers_of() as servers:
-                result = asyncio.run(_run(kind, servers, model, policy, seed=repeat))
-            runs[policy].append(result)
-            _say(
-                f"{kind} #{repeat} {policy}: hits {100 * result.hit_rate:.1f} % "
-                f"({100 * result.share:.1f} % of the ideal {100 * result.ideal:.1f} %), "
-                f"TTFT {1000 * result.ttft_mean:.0f} ms, p99 {1000 * result.ttft_p99:.0f} ms"
-            )
+            yield repeat, policy
+
+
+def _told(kind: str, repeat: int, policy: str, turns: list[Turn], hit_rate: float, ideal: float) -> Run:
+    ttfts = [turn.trace.ttft for turn in turns]
+    result = Run(hit_rate, ideal, sum(ttfts) / len(ttfts), percentile(ttfts, 99))
+    _say(
+        f"{kind} #{repeat} {policy}: hits {100 * result.hit_rate:.1f} % "
+        f"({100 * result.share:.1f} % of the ideal {100 * result.ideal:.1f} %), "
+        f"TTFT {1000 * result.ttft_mean:.0f} ms, p99 {1000 * result.ttft_p99:.0f} ms"
+    )
+    return result
+
+
+def _rows(kind: str, runs: dict[str, list[Run]]) -> list[Row]:
     ours, theirs = POLICIES
     rows = []
     for name, unit, target in (
@@ -156,11 +187,12 @@ def _figure(run: Run, name: str) -> float:
 
 
 @contextmanager
-def _servers(kind: str, model: Model) -> Iterator[list[Server]]:
-    """Two servers of one kind, a core each; ended however this ends."""
+def _servers(kind: str, model: Model, *, count: int = NUM_SERVERS) -> Iterator[list[Server]]:
+    """Servers of one kind with the same memory in all, a core each; ended however this ends."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-peers-")))
-        commands = [_command(kind, model, number, free_port(), folder) for number in range(NUM_SERVERS)]
+        share = NUM_SERVERS // count
+        commands = [_command(kind, model, number, free_port(), folder, share) for number in range(count)]
         servers = []
         for number, (command, port) in enumerate(commands):
             log = peers.cache_root() / "bench" / "logs" / f"peers-{kind}-{number}.log"
@@ -180,7 +212,9 @@ def _servers(kind: str, model: Model) -> Iterator[list[Server]]:
         yield servers
 
 
-def _command(kind: str, model: Model, number: int, port: int, folder: Path) -> tuple[list[str], int]:
+def _command(
+    kind: str, model: Model, number: int, port: int, folder: Path, share: int
+) -> tuple[list[str], int]:
     if kind == "vllm":
         python = peers.vllm_python()
         if python is None:
@@ -195,7 +229,7 @@ def _command(kind: str, model: Model, number: int, port: int, folder: Path) -> t
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)),
             *("--served-model-name", SERVED, "--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"),
-            *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+            *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(share * NUM_BLOCKS)),
             *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
         ], port
     binary = peers.llama_binary("llama-server")
@@ -204,7 +238,7 @@ def _command(kind: str, model: Model, number: int, port: int, folder: Path) -> t
     return [
         *(str(binary), "-m", str(model.bf16_gguf), "--alias", SERVED, "--host", "127.0.0.1"),
         *("--port", str(port), "-t", "1", "--metrics"),
-        *("-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * MAX_MODEL_LEN)),
+        *("-np", str(share * NUM_SLOTS), "-c", str(share * NUM_SLOTS * MAX_MODEL_LEN)),
     ], port
 
 
@@ -216,8 +250,8 @@ def _describe(kind: str) -> str:
         )
     return (
         f"{NUM_SERVERS} llama-server, fresh for each run, one core each, {NUM_SLOTS} slots and its prompt "
-        "cache in memory as it comes; no events: the index is a guess from what was sent. Ideal: the longest "
-        "prefix shared with any earlier conversation"
+        "cache in memory as it comes; no events: the index is a guess from what was sent. Ideal: one "
+        "such server with all the slots"
     )
 
 
@@ -234,11 +268,11 @@ async def _warm_up(servers: Sequence[Server]) -> None:
 # One run
 
 
-async def _run(kind: str, servers: Sequence[Server], model: Model, policy: str, *, seed: int) -> Run:
+async def _run(
+    kind: str, servers: Sequence[Server], model: Model, policy: str, *, seed: int
+) -> tuple[list[Turn], list[tuple[list[int], list[int]]], float]:
+    """The turns of one run, their tokens, and the hit rate that the servers report."""
     await _warm_up(servers)
-    if kind == "vllm":
-        for server in servers:
-            await asyncio.to_thread(_post, server.url + "/reset_prefix_cache")
     before = [_counters(kind, server) for server in servers]
     port = free_port()
     log = peers.cache_root() / "bench" / "logs" / f"peers-headrace-{kind}-{policy}.log"
@@ -253,7 +287,7 @@ async def _run(kind: str, servers: Sequence[Server], model: Model, policy: str, 
     except ChildError as error:
         raise EngineError(f"headrace did not start: {error}", hint=f"its log is {log}") from error
     try:
-        await _until_all_are_up(gateway.url)
+        await _until_all_are_up(gateway.url, len(servers))
         async with open_session() as session:
             turns = await _converse(session, gateway.url, seed)
             prompts = [await _tokens(session, gateway.url, turn) for turn in turns]
@@ -267,12 +301,7 @@ async def _run(kind: str, servers: Sequence[Server], model: Model, policy: str, 
         hits_after, asked_after = _counters(kind, server)
         hits += hits_after - hits_before
         asked += asked_after - asked_before
-    if kind == "vllm":
-        ideal = block_hit_rate(prompts, NUM_SERVERS * (NUM_BLOCKS - 1), BLOCK_SIZE)  # one is the null block
-    else:
-        ideal = longest_prefix_hit_rate(prompts)
-    ttfts = [turn.trace.ttft for turn in turns]
-    return Run(hits / asked, ideal, sum(ttfts) / len(ttfts), percentile(ttfts, 99))
+    return turns, prompts, hits / asked
 
 
 async def _converse(session: aiohttp.ClientSession, url: str, seed: int) -> list[Turn]:
@@ -342,14 +371,14 @@ WORDS = (
 )
 
 
-async def _until_all_are_up(url: str) -> None:
+async def _until_all_are_up(url: str, count: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         page = await asyncio.to_thread(_get, url + "/metrics")
-        if Samples(page).get("headrace_replica_up") == NUM_SERVERS:
+        if Samples(page).get("headrace_replica_up") == count:
             return
         await asyncio.sleep(0.1)
-    raise EngineError(f"not all {NUM_SERVERS} servers were found within 60 s")
+    raise EngineError(f"not all {count} servers were found within 60 s")
 
 
 def _counters(kind: str, server: Server) -> tuple[float, float]:

@@ -30,27 +30,3 @@ def block_hit_rate(requests: Requests, num_blocks: int, block_size: int) -> floa
         pool.free(table)
         pool.take_events()
     return num_hits / num_tokens if num_tokens else 0.0
-
-
-def longest_prefix_hit_rate(requests: Requests) -> float:
-    """Share of prompt tokens shared with the beginning of any earlier sequence, of which all are kept."""
-    earlier: list[list[int]] = []
-    num_tokens = num_hits = 0
-    for prompt, whole in requests:
-        longest = max((_common(prompt, other) for other in earlier), default=0)
-        num_tokens += len(prompt)
-        num_hits += min(longest, len(prompt) - 1)
-        earlier.append(whole[:-1])  # the last token is sampled, never computed
-    return num_hits / num_tokens if num_tokens else 0.0
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Length of the common prefix, by bisection: slices compare fast."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
