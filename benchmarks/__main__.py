@@ -26,8 +26,12 @@ BENCHES = {
     "routing": "every routing policy under recorded traffic, simulated, and two on real replicas",
     "split": "running decodes while long prompts arrive: one process, or prefill and decode apart",
     "cache-tiers": "conversations larger than memory, with and without the disk tier",
+    "peers": "two vLLM-CPU, then two llama-servers behind us: the reuse they report against the ideal",
     "install-peers": "install the peers beside us (names limit it)",
 }
+
+MODULES = {"peers": "peers_fleet", "cache-tiers": "cache_tiers"}
+"""Where a bench's file has another name than the bench."""
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +47,7 @@ def main(argv: list[str]) -> int:
         return 2
     if name == "install-peers":
         return int(importlib.import_module("benchmarks.peers").main(rest))
-    bench = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    bench = importlib.import_module(f"benchmarks.{MODULES.get(name, name)}")
     parser = argparse.ArgumentParser(
         prog=f"scripts/bench {name}", description=BENCHES[name], allow_abbrev=False
     )

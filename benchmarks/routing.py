@@ -35,6 +35,7 @@ OTHERS = ("round_robin", "random", "least_load", "power_of_two", "prefix_only")
 POLICIES = (DEFAULT, *OTHERS)
 # Parts of a trace, each a repeat of its own; 1: the whole, and repeats differ by their seed.
 TRACES = {"conversation": 5, "synthetic": 1}
+BLOCK_SIZE = 128
 FOOTER = (
     "hit_share: prompt tokens found in a cache, over those that one cache of the fleet's size finds when it "
     "serves the same requests one by one.",
@@ -52,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=list(TRACES), default=list(TRACES), help="of the traces")
     parser.add_argument("--replicas", type=int, default=16, help="paced replicas (default: 16)")
     parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[400, 800, 1600], help="of 512 tokens, in each one's cache"
+        "--cache-tokens",
+        type=int,
+        nargs="+",
+        default=[204_800, 409_600, 819_200],
+        help="of each replica; about what half an A100, one and two hold for an 8B model",
     )
     parser.add_argument("--load", type=float, default=0.7, help="of what an ideal fleet can take")
     parser.add_argument("--repeats", type=int, default=5)
@@ -70,7 +75,10 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     pair: Sequence[str] = arguments.real_only or ()
     if not arguments.real_only:
         if arguments.quick:
-            arguments.blocks, arguments.repeats = arguments.blocks[len(arguments.blocks) // 2 :][:1], 3
+            arguments.cache_tokens, arguments.repeats = (
+                arguments.cache_tokens[len(arguments.cache_tokens) // 2 :][:1],
+                3,
+            )
         simulated = _Grid(arguments)
         recipe |= simulated.recipe() | {"level": "simulated; rows that begin with real: measured"}
         rows += simulated.run()
@@ -101,25 +109,25 @@ class _Grid:
             )
         self.runs: dict[tuple[str, int], dict[str, list[Figures]]] = {}
         self._cells = {
-            (trace, num_blocks, repeat): Cell(
+            (trace, cache_tokens, repeat): Cell(
                 trace=Path(folder) / f"{trace}_trace.jsonl",
                 part=repeat % TRACES[trace],
                 num_parts=TRACES[trace],
                 seed=repeat,
-                model=PacedModel(name="paced", step_time=A100_8B, num_blocks=num_blocks),
+                model=_model(cache_tokens),
                 num_replicas=arguments.replicas,
                 load=arguments.load,
             )
             for trace in arguments.only
-            for num_blocks in arguments.blocks
+            for cache_tokens in arguments.cache_tokens
             for repeat in range(arguments.repeats)
         }
         for trace in arguments.only:
-            self._cells[trace, arguments.blocks[0], 0].requests()  # a wrong folder is told at once
+            self._cells[trace, arguments.cache_tokens[0], 0].requests()  # a wrong folder is told at once
 
     def recipe(self) -> dict[str, str]:
         arguments, pace = self._arguments, A100_8B
-        model = PacedModel(name="paced", step_time=pace, num_blocks=1)
+        model = _model(arguments.cache_tokens[0])
         parts = {
             name: f"{count} consecutive parts" if count > 1 else "whole, seeds differ"
             for name, count in TRACES.items()
@@ -132,7 +140,7 @@ class _Grid:
             "load": "1 is the rate at which one ideal replica with the whole fleet's speed and cache works "
             "off the same requests when all of them wait at once",
             "fleet": f"{arguments.replicas} paced replicas: real router, wire, scheduler and block pool; "
-            f"blocks of {model.block_size} tokens, {' / '.join(map(str, arguments.blocks))} each, "
+            f"{' / '.join(map(str, arguments.cache_tokens))} tokens each in blocks of {model.block_size}, "
             f"{model.max_num_seqs} sequences, {model.max_num_batched_tokens} tokens a step",
             "step time": f"{1e3 * pace.base:g} ms + {1e6 * pace.per_decode:g} µs a decode + "
             f"{1e6 * pace.per_prefill:g} µs a prompt token + {1e9 * pace.per_context:g} ns a token of "
@@ -153,24 +161,24 @@ class _Grid:
             jobs = [(key, policy) for key in keys for policy in arguments.policies]
             figures = _each(pool, measure, [(self._cells[key], bounds[key], policy) for key, policy in jobs])
             for (key, policy), found in zip(jobs, figures, strict=True):
-                trace, num_blocks, repeat = key
-                self.runs.setdefault((trace, num_blocks), {}).setdefault(policy, []).append(found)
-                _say(f"{trace} {num_blocks} #{repeat} {policy}: {_short(found)}")
+                trace, cache_tokens, repeat = key
+                self.runs.setdefault((trace, cache_tokens), {}).setdefault(policy, []).append(found)
+                _say(f"{trace} {cache_tokens} #{repeat} {policy}: {_short(found)}")
             return [*rows_of(self.runs, DEFAULT), *self._http(pool, bounds)]
 
     def _http(self, pool: ProcessPoolExecutor, bounds: dict[tuple[str, int, int], Bound]) -> list[Row]:
         """One cell of each trace again, through the gateway."""
-        num_blocks = self._arguments.blocks[len(self._arguments.blocks) // 2]
-        keys = [(trace, num_blocks, 0) for trace in self._arguments.only]
+        cache_tokens = self._arguments.cache_tokens[len(self._arguments.cache_tokens) // 2]
+        keys = [(trace, cache_tokens, 0) for trace in self._arguments.only]
         jobs = [(self._cells[key], bounds[key], DEFAULT, "http") for key in keys]
         rows = []
-        for (trace, blocks, _), found in zip(keys, _each(pool, measure, jobs), strict=True):
-            direct = self.runs[trace, blocks][DEFAULT][0]
-            _say(f"{trace} {blocks} #0 {DEFAULT} over HTTP: {_short(found)}")
+        for (trace, size, _), found in zip(keys, _each(pool, measure, jobs), strict=True):
+            direct = self.runs[trace, size][DEFAULT][0]
+            _say(f"{trace} {size} #0 {DEFAULT} over HTTP: {_short(found)}")
             for field in ("ttft_mean", "ttft_p99"):
                 rows.append(
                     make_row(
-                        f"{trace}.{blocks}.{DEFAULT}.{field}.http",
+                        f"{trace}.{size}.{DEFAULT}.{field}.http",
                         getattr(found, field),
                         "s",
                         peer="the same run without HTTP",
@@ -178,6 +186,12 @@ class _Grid:
                     )
                 )
         return rows
+
+
+def _model(cache_tokens: int) -> PacedModel:
+    return PacedModel(
+        name="paced", step_time=A100_8B, num_blocks=cache_tokens // BLOCK_SIZE, block_size=BLOCK_SIZE
+    )
 
 
 def _each(

@@ -21,15 +21,15 @@ UNITS = {
     "busy_share": "",
 }
 
-# (trace, blocks per replica) → policy → one Figures a repeat, in the same order for every policy
+# (trace, tokens of cache per replica) → policy → one Figures a repeat, in the same order for every policy
 Runs = Mapping[tuple[str, int], Mapping[str, Sequence[Figures]]]
 
 
 def rows_of(runs: Runs, default: str) -> list[Row]:
     """Cell by cell: figures of the default and then of the others, then what sets them apart."""
     rows: list[Row] = []
-    for (trace, num_blocks), policies in runs.items():
-        name = f"{trace}.{num_blocks}"
+    for (trace, cache_tokens), policies in runs.items():
+        name = f"{trace}.{cache_tokens}"
         for policy, repeats in policies.items():
             rows += _figures(f"{name}.{policy}", repeats, HIT_TARGET if policy == default else None)
         for policy, repeats in policies.items():
@@ -90,14 +90,14 @@ def ranking(runs: Runs) -> list[str]:
 
 def table(runs: Runs) -> list[str]:
     """The cells as people compare them: one line a policy."""
-    lines = ["", "trace         blocks  policy          hits/ideal  TTFT mean    p50     p99   tok/s   busy"]
-    for (trace, num_blocks), policies in runs.items():
+    lines = ["", "trace          cache  policy          hits/ideal  TTFT mean    p50     p99   tok/s   busy"]
+    for (trace, cache_tokens), policies in runs.items():
         for policy, repeats in policies.items():
             means = {
                 field: sum(getattr(repeat, field) for repeat in repeats) / len(repeats) for field in UNITS
             }
             lines.append(
-                f"{trace:12}  {num_blocks:6}  {policy:14}  {100 * means['hit_share']:8.1f} %"
+                f"{trace:12}  {cache_tokens:6}  {policy:14}  {100 * means['hit_share']:8.1f} %"
                 f"  {figure(means['ttft_mean']):>9}  {figure(means['ttft_p50']):>5}"
                 f"  {figure(means['ttft_p99']):>6}  {figure(means['output_rate']):>6}"
                 f"  {100 * means['busy_share']:4.0f} %"

@@ -5,7 +5,6 @@ Everything is wired as ``headrace serve`` does, except that the replicas are not
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from functools import cache
@@ -15,6 +14,7 @@ from headrace.core.identity import root_identity
 from headrace.core.knobs import GatewayConfig, LogConfig, RouterConfig
 from headrace.core.logs import set_up_logging
 from headrace.core.messages import Hello
+from headrace.core.process import spare_the_loaded
 from headrace.core.routing import Endpoint
 from headrace.core.wire import encode_frame
 from headrace.gateway.server import serve
@@ -84,7 +84,7 @@ async def _serve(port: int, model: str, sockets: list[str]) -> None:
     gateway = Gateway(
         config, models=[ServedModel(model, [model], tokenizer, dispatcher)], dispatcher=dispatcher, log=log
     )
-    gc.freeze()
+    spare_the_loaded()
     try:
         await serve(gateway, config, log=log)
     finally:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from typing import TypeVar
 
 from headrace.cli.flags import load_config
 from headrace.core.control import Done, FromServer, Progress, Refusal, ToServer, control_path
@@ -16,6 +17,7 @@ from headrace.core.wire import FrameDecoder, FrameError, encode_frame
 
 ANSWER_TIMEOUT_S = 30.0
 RECEIVE_BYTES = 1 << 16
+VERSION_HINT = "is it another version of headrace?"
 
 
 def add_port(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +31,16 @@ def add_port(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def ask(arguments: argparse.Namespace, message: ToServer, *, timeout_s: float | None) -> FromServer:
+Reply = TypeVar("Reply", bound=FromServer)
+
+
+def ask(
+    arguments: argparse.Namespace, message: ToServer, wanted: type[Reply], *, timeout_s: float | None
+) -> Reply:
     """The server's last word about ``message``; its progress goes to stderr meanwhile.
 
-    ``timeout_s`` bounds each wait for a word (None: no bound). Raises what the server refuses with, and
-    UnavailableError when none listens.
+    ``timeout_s`` bounds each wait for a word (None: no bound). Raises what the server refuses with,
+    UnavailableError when none listens, and EngineError for an answer of another kind.
     """
     given = {"port": arguments.port} if "port" in arguments else {}
     port = load_config(GatewayConfig, given, os.environ, {}).port
@@ -45,6 +52,8 @@ def ask(arguments: argparse.Namespace, message: ToServer, *, timeout_s: float | 
             error = reply.failed.to_error()
             error.hint = reply.hint
             raise error
+        if not isinstance(reply, wanted):
+            raise EngineError(f"the server answered with {type(reply).__name__}", hint=VERSION_HINT)
         return reply
     raise UnavailableError(
         f"the server on port {port} hung up before it was done", hint="its log, on its stderr, says why"
@@ -53,10 +62,7 @@ def ask(arguments: argparse.Namespace, message: ToServer, *, timeout_s: float | 
 
 def run_long(arguments: argparse.Namespace, message: ToServer) -> int:
     """Has the server do something that takes its time; prints what came of it."""
-    reply = ask(arguments, message, timeout_s=None)
-    if not isinstance(reply, Done):
-        raise _unexpected(reply)
-    print(reply.line)
+    print(ask(arguments, message, Done, timeout_s=None).line)
     return 0
 
 
@@ -78,7 +84,7 @@ def _replies(port: int, message: ToServer, timeout_s: float | None) -> Iterator[
         except FrameError as error:
             raise EngineError(
                 f"the server on port {port} speaks another language: {error}",
-                hint="is it another version of headrace?",
+                hint=VERSION_HINT,
             ) from error
 
 
@@ -98,9 +104,3 @@ def _connect(port: int) -> socket.socket:
             hint="start one with `headrace serve`, or name its port with --port",
         ) from error
     return connection
-
-
-def _unexpected(reply: FromServer) -> EngineError:
-    return EngineError(
-        f"the server answered with {type(reply).__name__}", hint="is it another version of headrace?"
-    )

@@ -10,6 +10,7 @@ from typing import Protocol
 from headrace.cli.prepare import Prepared
 from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
+from headrace.core.process import spare_the_loaded
 from headrace.core.routing import Decision, Endpoint, FleetStatus
 from headrace.gateway.server import serve
 from headrace.gateway.state import Gateway, ServedModel
@@ -78,6 +79,7 @@ class LocalFront:
         settings = self._settings
         dispatcher = Dispatcher(self._placer, settings.router, log=log, make_worker=make_worker)
         dispatcher.start()
+        spare_the_loaded()
         try:
             served = [
                 ServedModel(model.deployment.name, model.deployment.names, tokenizer, dispatcher)

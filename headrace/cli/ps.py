@@ -23,11 +23,11 @@ COLUMNS = (
     "queue",
     "running",
     "KV %",
-    "prefix hits %",
-    "prefill tok/s",
-    "TTFT ms, predicted",
-    "TTFT ms, actual",
-    "in flight",
+    "prefix\nhits %",
+    "prefill\ntok/s",
+    "TTFT ms\npredicted",
+    "TTFT ms\nactual",
+    "in\nflight",
     "rescues",
     "faults",
     "breaker",
@@ -46,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    reply = ask(arguments, Ps(), timeout_s=ANSWER_TIMEOUT_S)
-    assert isinstance(reply, PsReply)
+    reply = ask(arguments, Ps(), PsReply, timeout_s=ANSWER_TIMEOUT_S)
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(reply.status)) + b"\n")
     else:

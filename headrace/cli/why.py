@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    reply = ask(arguments, Why(arguments.request_id), timeout_s=ANSWER_TIMEOUT_S)
-    assert isinstance(reply, WhyReply)
+    reply = ask(arguments, Why(arguments.request_id), WhyReply, timeout_s=ANSWER_TIMEOUT_S)
     if not reply.decisions:
         raise NotFoundError(
             f"nothing is known of request {arguments.request_id!r}",

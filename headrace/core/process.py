@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from headrace.core.errors import HeadraceError, UsageError
 from headrace.core.launch import StartEvent
 
 _PROGRESS_INTERVAL_S = 0.1
+_GC_THRESHOLDS = (50_000, 20, 20)
 
 Spec = TypeVar("Spec")
 
@@ -85,6 +87,17 @@ def bind_unix(path: Path) -> socket.socket:
         raise UsageError(f"cannot listen on {path}: {error}", hint="use a shorter, writable path") from error
     path.chmod(0o600)
     return sock
+
+
+def spare_the_loaded() -> None:
+    """Keeps the garbage collector away from what lives as long as the process, and lets it look less often.
+
+    Requests leave few cycles behind; looking for them after every 700 allocations costs a gateway 5 % of
+    its time. Call it once everything is loaded.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 @contextlib.contextmanager

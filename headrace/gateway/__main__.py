@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import sys
@@ -19,13 +18,15 @@ import uvloop
 from headrace.core.errors import EngineError, HeadraceError, UsageError
 from headrace.core.launch import GatewaySpec, ServedModelSpec
 from headrace.core.logs import set_up_logging
-from headrace.core.process import StartReporter, read_spec, until_orphaned
+from headrace.core.process import StartReporter, read_spec, spare_the_loaded, until_orphaned
 from headrace.gateway.server import serve
 from headrace.gateway.state import Gateway, ServedModel
 from headrace.router.dispatcher import Dispatcher
 from headrace.router.external import make_worker
 from headrace.router.remote import RemotePlacer
 from headrace.text.tokenizer import Tokenizer
+
+ROUTER_WAIT_S = 10.0
 
 log = logging.getLogger("headrace.gateway")
 
@@ -46,9 +47,7 @@ def main() -> int:
         log.exception("the gateway could not start")
         report.error(EngineError(f"the gateway could not start: {type(error).__name__}: {error}"))
         return 1
-    # Tokenizers live as long as the process: keep the garbage collector away from them.
-    gc.collect()
-    gc.freeze()
+    spare_the_loaded()
     uvloop.run(_serve(spec, listener, tokenizers, report))
     for tokenizer in tokenizers:
         if tokenizer is not None:
@@ -70,6 +69,9 @@ async def _serve(
     dispatcher.start()
     reporting = asyncio.create_task(gateway.report_forever())
     try:
+        # Otherwise the first callers would hear that no replica is ready.
+        if not await placer.wait_told(ROUTER_WAIT_S):
+            log.warning("the router has not answered for %g s", ROUTER_WAIT_S)
         with until_orphaned() as stop:
             await serve(
                 gateway,

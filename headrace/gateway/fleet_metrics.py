@@ -29,6 +29,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda one: one.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found there.", lambda one: one.prefix_cache_hits),
+    ("num_preemptions", "Sequences preempted for want of blocks.", lambda one: one.num_preemptions),
+    ("computed_prompt_tokens", "Prompt tokens computed there.", lambda one: one.computed_prompt_tokens),
     ("replica_placements", "Requests placed there.", lambda one: one.num_placed),
     ("replica_faults", "Requests that it failed.", lambda one: one.num_faults),
     ("replica_splits", "Requests whose prompt another replica computed.", lambda one: one.num_split),

@@ -3,8 +3,8 @@
 Generation ── Flight (one per engine request of the body) ── whichever replica it is on
   └─ Sample (one per choice) ── TextStream (detokenizing, stop strings)
 
-Everything on the token path is a call: a step's outputs come in, their events go out to the transport.
-The handler sleeps on one future until the end.
+Everything on the token path is a call: a step's outputs come in, their events go out to the transport at the
+end of the event loop's turn. The handler sleeps on one future until the end.
 """
 
 from __future__ import annotations
@@ -111,8 +111,10 @@ class Generation:
             self._of[request.request_id] = group
             self.samples += group
         self._unfinished = len(self.samples)
+        self._num_waiting = len(requests)
         self._forwarded: Callable[[], None] | None = None  # what aborts a body that went on as text
         self._observe_gap = served.metrics.inter_token_latency.observe
+        self._unsent: list[bytes] = []  # parts of events that go out at the end of this turn
         self._lags = False  # the transport holds more than a little that its reader has not taken
         self._over = False
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -141,28 +143,31 @@ class Generation:
     async def run(self) -> None:
         """Answers; raises the HeadraceError that ended it, before or after something was sent."""
         exchange = self._exchange
+        if self._streams:
+            exchange.watch_writable(self._on_full, self._on_room)
         self.submitted_at = time.perf_counter()
         for request in self.requests:
             flight = self._gateway.dispatcher.submit(request, self, caller_id=self.caller_id)
             self.flights[request.request_id] = flight
         exchange.watch(self._on_disconnect)
         try:
-            if self._streams:
-                exchange.watch_writable(self._on_full, self._on_room)
-                if not self._over and self._is_placed():
-                    exchange.start_events(self._shape.opening())
             await self._done
         finally:
             if not self._over:
                 self._over = True
+                self._unsent = []
                 self._abort()
-        if self._unfinished:
-            return  # the caller has gone, or has its answer from elsewhere
-        self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
-        if not self._streams:
+            self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
+        if not self._streams and not self._unfinished:  # else the caller has gone, or was answered elsewhere
             await self._respond()
 
     # What flights call
+
+    def on_started(self) -> None:
+        """The stream begins once no request waits for a place: until then it may be refused with a status."""
+        self._num_waiting -= 1
+        if not self._num_waiting and self._streams and not self._exchange.started:
+            self._exchange.start_events(self._shape.opening())
 
     def on_outputs(self, outputs: list[Output]) -> None:
         if self._over:
@@ -220,17 +225,25 @@ class Generation:
                     parts += (shape.before[sample.index], text, shape.after)
             sample.num_tokens += len(token_ids)
             self._metrics.generation_tokens += len(token_ids)
+        if self._streams:
+            if parts and not self._unsent:
+                self._gateway.outbox.add(self._flush)
+            self._unsent += parts
         if not self._unfinished:
-            self._complete(parts)
-        elif self._streams:
-            exchange = self._exchange
-            if not exchange.started:
-                exchange.start_events(shape.opening())
-            data = b"".join(parts)
-            if data:
-                exchange.send_events(data)
-                if self._lags and exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
-                    self._give_up_on_reader()
+            self._complete()
+
+    def _flush(self) -> None:
+        """Sends what was written since the last time."""
+        parts, self._unsent = self._unsent, []
+        data = b"".join(parts)
+        if not data:
+            return
+        exchange = self._exchange
+        if not exchange.started:
+            exchange.start_events(self._shape.opening())
+        exchange.send_events(data)
+        if self._lags and not self._over and exchange.unsent_bytes() > self._gateway.max_backlog_bytes:
+            self._give_up_on_reader()
 
     def _whole_text(self, token_ids: list[int]) -> bytes | None:
         """Several tokens as they stand in a JSON string; None when one is not a text of its own."""
@@ -246,6 +259,8 @@ class Generation:
         """What a TextStream makes of an output, as an event."""
         if output.finish_reason == "abort":
             raise UnavailableError("the engine stopped the request before it was finished")
+        if output.num_cached_tokens:
+            self._learn_cached(output)
         token_ids = output.token_ids
         num_counted = len(sample.held)
         if num_counted:
@@ -264,9 +279,19 @@ class Generation:
             sample.logprobs += delta.logprobs
         return b""
 
-    def _complete(self, parts: list[bytes]) -> None:
+    def _learn_cached(self, output: Output) -> None:
+        """Servers of others tell only with the last tokens what was cached; after a rescue that is of another
+        prompt."""
+        first = self.firsts[output.request_id]
+        more = output.num_cached_tokens - first.num_cached_tokens
+        if more > 0 and not self.flights[output.request_id].num_rescues:
+            self.firsts[output.request_id] = first._replace(num_cached_tokens=output.num_cached_tokens)
+            self._metrics.cached_prompt_tokens += more
+
+    def _complete(self) -> None:
         """Every sample has ended: the last events, or a handler that writes the whole response."""
         if self._streams:
+            parts, self._unsent = self._unsent, []
             exchange = self._exchange
             if not exchange.started:
                 exchange.start_events(self._shape.opening())
@@ -307,17 +332,12 @@ class Generation:
         if sample.num_tokens > 1:
             metrics.time_per_output_token.observe((now - sample.first_at) / (sample.num_tokens - 1))
 
-    def _is_placed(self) -> bool:
-        """Whether all requests have a replica that speaks tokens: others may yet be refused with a status."""
-        text_worker = self._gateway.dispatcher.text_worker
-        placements = [flight.placement for flight in self.flights.values()]
-        return all(placed is not None and text_worker(placed.replica_id) is None for placed in placements)
-
     # How it ends
 
     def _end(self, error: Exception | None = None) -> None:
         """Wakes the handler; nothing that comes later counts."""
         self._over = True
+        self._flush()
         if error is None:
             self._done.set_result(None)
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,10 @@ STALL_S = 60.0
 
 MAX_HELD_BYTES = 256 * 1024 * 1024
 MAX_EVENT_BYTES = 16 * 1024 * 1024
+TAIL_READS = 4
 TAIL_BYTES = 2048
+"""Of the last reads of an answer, where its usage and finish reason are found."""
+
 _FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-session-id"})
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
@@ -170,7 +174,7 @@ class _Relay:
         self._held_bytes = 0
         self._rest = b""  # an event that is not complete
         self._first = True
-        self._tail = b""
+        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self._num_events = 0
         self._last_at = 0.0
 
@@ -205,7 +209,12 @@ class _Relay:
             lease.failed(error, "replica_gone")
 
     def on_error(self, error: HeadraceError) -> None:
-        self._call = None
+        if self._exchange.started:  # the gateway stops
+            self._break(error, "aborted")
+            return
+        call, self._call = self._call, None
+        if call is not None:
+            call.abort()
         self._metrics.finished["error"] += 1
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
@@ -245,7 +254,7 @@ class _Relay:
             self._metrics.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
         self._num_events += data.count(b"\n\ndata:") + 1
-        self._tail = data if len(data) >= TAIL_BYTES else (self._tail + data)[-TAIL_BYTES:]
+        self._tail.append(data)
         self._exchange.send_raw(data)
 
     def on_end(self) -> None:
@@ -255,8 +264,7 @@ class _Relay:
             return
         if self._first:
             self._begin(time.perf_counter())
-        if self._rest:
-            self._tail += self._rest
+        self._tail.append(self._rest)
         exchange.send_raw(self._rest, last=True)
         self._finish("finished")
 
@@ -303,7 +311,7 @@ class _Relay:
         headers.append((b"content-length", b"%d" % len(body)))
         self._exchange.start_raw(self._status, headers)
         self._exchange.send_raw(body, last=True)
-        self._tail = body[-TAIL_BYTES:]
+        self._tail.append(body)
         if self._status >= 400:
             self._gateway.metrics.count_error(self._status, "invalid_request_error")
             self._metrics.finished["error"] += 1
@@ -313,7 +321,7 @@ class _Relay:
 
     def _finish(self, outcome: Outcome) -> None:
         """The answer is complete: what it says of itself is counted."""
-        metrics, tail = self._metrics, self._tail
+        metrics, tail = self._metrics, b"".join([piece[-TAIL_BYTES:] for piece in self._tail])
         prompt, cached = _number(_PROMPT_TOKENS, tail), _number(_CACHED_TOKENS, tail)
         generated = _number(_COMPLETION_TOKENS, tail) or (self._num_events if self._streams else 0)
         now = time.perf_counter()

@@ -18,6 +18,7 @@ from headrace.gateway.auth import Keys
 from headrace.gateway.errors import decode_error
 from headrace.gateway.fleet_metrics import fleet_families
 from headrace.gateway.metrics import Counters, ModelCounters, page, sums
+from headrace.gateway.outbox import Outbox
 from headrace.gateway.prompts import INLINE_BYTES, Prompts, TextPool
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Gateway:
         self.models = list(models)
         self.dispatcher = dispatcher
         self.log = log
+        self.outbox = Outbox(log)
         self.keys = Keys(config.api_key)
         self.admission = Admission(config.max_concurrent_requests)
         self.metrics = Counters(gateway_id=gateway_id or f"{random.getrandbits(64):016x}")

@@ -6,7 +6,6 @@ It ends on SIGTERM, or when its standard input does: then its parent is gone.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -18,7 +17,7 @@ import uvloop
 from headrace.core.errors import HeadraceError
 from headrace.core.launch import RouterSpec
 from headrace.core.logs import set_up_logging
-from headrace.core.process import StartReporter, bind_unix, read_spec, until_orphaned
+from headrace.core.process import StartReporter, bind_unix, read_spec, spare_the_loaded, until_orphaned
 from headrace.router.external import make_monitor
 from headrace.router.service import RouterService
 
@@ -35,8 +34,7 @@ def main() -> int:
     except HeadraceError as error:
         report.error(error)
         return error.exit_code
-    gc.collect()
-    gc.freeze()
+    spare_the_loaded()
     uvloop.run(_serve(spec, listener, report))
     return 0
 

@@ -32,7 +32,7 @@ class MakeWorker(Protocol):
     """Makes what requests to a server that is not ours are sent through (``router.external.make_worker``)."""
 
     def __call__(
-        self, endpoint: Endpoint, capabilities: Capabilities, *, log: logging.Logger
+        self, endpoint: Endpoint, capabilities: Capabilities, *, log: logging.Logger, silence_s: float
     ) -> ExternalWorker | TextWorker: ...
 
 
@@ -208,7 +208,8 @@ class Dispatcher:
                 link.close = client.close
             link.worker = client
         elif member.capabilities is not None and self._make_worker is not None:
-            made = self._make_worker(endpoint, member.capabilities, log=self.log)
+            silence_s = self.config.replica_timeout_s
+            made = self._make_worker(endpoint, member.capabilities, log=self.log, silence_s=silence_s)
             link.close = made.close
             if _takes_text_only(member):
                 link.text_worker = made  # type: ignore[assignment]

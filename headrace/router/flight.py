@@ -41,7 +41,11 @@ MAX_REFUSALS = 8
 
 
 class Sink(Protocol):
-    """Takes what one request produces. Nothing is called from within ``submit``, nothing after ``abort``."""
+    """Takes what one request produces. Nothing is called after ``abort``, and from within ``submit`` only
+    ``on_started``."""
+
+    def on_started(self) -> None:
+        """It was sent to a replica that takes tokens; again after each rescue."""
 
     def on_outputs(self, outputs: list[Output]) -> None:
         """New tokens, each exactly once; the last of a sample come with its ``finish_reason``. After a
@@ -256,6 +260,8 @@ class Flight:
         except HeadraceError as error:
             gone = error.status == UnavailableError.status
             self.on_failed(error, "replica_gone" if gone else "caller_fault")
+        else:
+            self._sink.on_started()
 
     def _requests(self) -> list[Request]:
         """What is left to do: the request as it is before any token, else each open sample alone."""

@@ -326,6 +326,7 @@ class LocalPlacer:
         """A replica is connected, or another process of it."""
         if replica_id not in self._endpoints:
             return
+        known = next(m for m in self._fleet.members if m.endpoint.replica_id == replica_id)
         self.router.up(
             replica_id,
             instance=instance,
@@ -338,7 +339,8 @@ class LocalPlacer:
             kv=kv,
             now=self._clock(),
         )
-        self._log.info("replica %s is up", replica_id)
+        level = logging.DEBUG if known.state == "starting" else logging.INFO
+        self._log.log(level, "replica %s is up", replica_id)
         self._changed()
 
     def on_down(self, replica_id: str, reason: str) -> None:

@@ -87,6 +87,7 @@ class RemotePlacer:
         self._removed: set[str] = set()  # while nobody could be told
         self._report = b""
         self._fleet: Fleet | None = None
+        self._told = asyncio.Event()
         self._listeners: list[FleetListener] = []
         self._questions: dict[int, asyncio.Future[Answer]] = {}
         self._nonces = itertools.count(1)
@@ -100,6 +101,12 @@ class RemotePlacer:
         self._runner = self._loop.create_task(
             stay_connected(self._path, self._make_link, asyncio.Event(), self._log), name="router-client"
         )
+
+    async def wait_told(self, seconds: float) -> bool:
+        """Whether the router has told of the fleet, once it has or ``seconds`` have passed."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._told.wait(), seconds)
+        return self._told.is_set()
 
     async def close(self) -> None:
         """Ends the connection; what waits is refused."""
@@ -276,6 +283,7 @@ class RemotePlacer:
                 each.waiter.on_refused(message.failed.to_error())
         elif type(message) is Fleet:
             self._fleet = message
+            self._told.set()
             for listener in self._listeners:
                 listener.on_fleet(message)
         elif type(message) is HandOver:

@@ -100,17 +100,27 @@ def arguments(*flags: str) -> argparse.Namespace:
 def test_a_whole_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in routing.TRACES:
         write_trace(tmp_path / f"{name}_trace.jsonl")
-    flags = ["--traces", str(tmp_path), "--replicas", "2", "--blocks", "20", "--repeats", "2", "--no-real"]
+    flags = [
+        "--traces",
+        str(tmp_path),
+        "--replicas",
+        "2",
+        "--cache-tokens",
+        "10240",
+        "--repeats",
+        "2",
+        "--no-real",
+    ]
     flags += ["--processes", "1", "--policies", "predicted_ttft", "random"]
     report, footer = routing.run(arguments(*flags), "scripts/bench routing")
     text = render(Report(name="routing", recipe=report.recipe, rows=report.rows), footer=footer)
     assert "simulated" in report.recipe["level"] and str(tmp_path) not in text
     rows = {row.id: row for row in report.rows}
     for trace in routing.TRACES:
-        assert 0.0 < (rows[f"{trace}.20.predicted_ttft.hit_share"].value or 0.0) <= 1.2
-        assert (rows[f"{trace}.20.random.ttft_p99"].value or 0.0) > 0.0
-        assert rows[f"{trace}.20.ttft_mean.predicted_ttft-random.upper95"].target is not None
-        assert rows[f"{trace}.20.predicted_ttft.ttft_mean.http"].ratio == pytest.approx(1.0)
+        assert 0.0 < (rows[f"{trace}.10240.predicted_ttft.hit_share"].value or 0.0) <= 1.2
+        assert (rows[f"{trace}.10240.random.ttft_p99"].value or 0.0) > 0.0
+        assert rows[f"{trace}.10240.ttft_mean.predicted_ttft-random.upper95"].target is not None
+        assert rows[f"{trace}.10240.predicted_ttft.ttft_mean.http"].ratio == pytest.approx(1.0)
     assert "best first" in footer[-1]
     assert "over HTTP" in capsys.readouterr().err
 
@@ -129,7 +139,7 @@ def test_a_cell_is_stretched_to_its_load(tmp_path: Path) -> None:
     write_trace(tmp_path / "t.jsonl")
 
     def cell(load: float) -> Cell:
-        model = PacedModel(name="paced", step_time=A100_8B, num_blocks=20)
+        model = PacedModel(name="paced", step_time=A100_8B, num_blocks=80)
         return Cell(
             trace=tmp_path / "t.jsonl", part=0, num_parts=1, seed=1, model=model, num_replicas=2, load=load
         )

@@ -8,10 +8,13 @@ import pytest
 
 from headrace.cli.main import build_parser
 from headrace.cli.settings import Settings, load_settings
+from headrace.core.deployment import WorkerDeployment
 from headrace.core.errors import UsageError
 from headrace.models.packages import DEFAULT_MODEL
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "deployment.yaml"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "deployment.yaml"
+REFERENCE = ROOT / "docs" / "fleet.md"
 
 
 def settings(*argv: str, **environment: str) -> Settings:
@@ -215,3 +218,12 @@ def test_the_example_is_valid() -> None:
     given = settings("--config", str(EXAMPLE))
     assert given.deployment.models
     assert any(model.workers for model in given.deployment.models)
+
+
+def test_the_reference_shows_a_valid_file_and_every_key(tmp_path: Path) -> None:
+    text = REFERENCE.read_text(encoding="utf-8")
+    block = text.partition("```yaml\n")[2].partition("```")[0]
+    small, coder = from_file(tmp_path, block).deployment.models
+    assert (small.name, len(small.replicas), len(coder.replicas), len(coder.workers)) == ("small", 2, 2, 1)
+    for name in WorkerDeployment.__struct_fields__:
+        assert f"`{name}`" in text, f"{name} is described"

@@ -234,3 +234,25 @@ def test_a_full_fleet_says_so_after_the_wait(tokenizer, tmp_path):
         for sock in held:
             sock.close()
         stack.wait_for(lambda: not stack.replica.running and not stack.dispatcher.num_open, "aborted")
+
+
+def test_a_stream_that_waits_for_a_place_begins_when_it_has_one(tokenizer, tmp_path):
+    with Stack(tokenizer, tmp_path, max_num_seqs=1) as stack:
+        stack.plan(lambda request: Plan(silent=True))
+        held = [open_request(stack, CHAT, {"messages": HI, "stream": True}) for _ in range(40)]
+        stack.wait_for(lambda: stack.dispatcher.num_open == 40, "more than fit")
+        with open_request(stack, CHAT, {"messages": HI, "stream": True}) as late:
+            stack.wait_for(lambda: stack.dispatcher.num_open == 41, "it waits")
+            late.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                late.recv(1)
+            for sock in held:
+                sock.close()
+            late.settimeout(20)
+            begun = b""
+            while b'"role":"assistant"' not in begun:
+                part = late.recv(65536)
+                assert part, begun
+                begun += part
+            assert begun.startswith(b"HTTP/1.1 200"), "it begins before there is any token"
+        stack.wait_for(lambda: not stack.dispatcher.num_open, "aborted")

@@ -65,6 +65,7 @@ def test_each_replica_has_its_series(stack):
         "replica_rescued_total", "replica_breaker", "replica_placements_total",
     ):  # fmt: skip
         assert f"headrace_{name}{label}" in text, name
+    assert f"headrace_num_preemptions_total{label} 5.0" in text
     assert f"headrace_kv_cache_usage_perc{label} 0.25" in text
     assert "headrace_router_queue 0.0" in text
 

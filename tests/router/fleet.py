@@ -23,6 +23,7 @@ class Sink:
     """Notes what it is told and checks that nothing comes after the end."""
 
     def __init__(self) -> None:
+        self.num_starts = 0
         self.outputs: list[Output] = []
         self.error: HeadraceError | None = None
         self.texts: list[tuple[object, object]] = []
@@ -30,8 +31,12 @@ class Sink:
         self.after = lambda outputs: None
         self.deaf = False  # set by a test that has aborted
 
+    def on_started(self) -> None:
+        assert self.error is None and not self.deaf
+        self.num_starts += 1
+
     def on_outputs(self, outputs: list[Output]) -> None:
-        assert outputs and self.error is None and not self.deaf
+        assert outputs and self.error is None and not self.deaf and self.num_starts
         assert self.flight is not None, "called from within submit"
         for output in outputs:
             assert self.reason(output.sample_index) is None, "a sample goes on after its end"

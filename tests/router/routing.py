@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.core.errors import HeadraceError
 from headrace.core.knobs import RouterConfig
 from headrace.core.messages import BlocksStored, Stats
-from headrace.core.routing import Capabilities, Endpoint, ModelInfo, Route
+from headrace.core.routing import Capabilities, Endpoint, ModelInfo, Outcome, Placement, Route
 from headrace.router.kv_traits import NO_TRAITS, KvTraits
 from headrace.router.router import Router
 
 BLOCK = 16
-OURS = Capabilities(
-    kind="headrace", tokens=True, exact_rescue=True, cache_events=True, abort=True, load=True
-)
+OURS = Capabilities(kind="headrace", tokens=True, exact_rescue=True, cache_events=True, abort=True, load=True)
 VLLM = Capabilities(kind="vllm", tokens=True, abort=True, load=True)
 TEXT = Capabilities(kind="openai")
 
@@ -100,3 +99,30 @@ def up(
 
 def stats(*, blocks: int = 1000, free: int = 1000, running: int = 0) -> Stats:
     return Stats(num_blocks=blocks, num_free_blocks=free, num_running=running)
+
+
+def place(router: Router, name: str, *numbers: int, now: float = 0.0, **fields: object) -> str | None:
+    """Where a request goes; None: it waits."""
+    placement = router.place(route(name, *numbers, **fields), now, 1000.0 + now)
+    router.check_integrity()
+    return None if placement is None else placement.replica_id
+
+
+def release(router: Router, name: str, outcome: Outcome = "finished", *, now: float = 0.0) -> None:
+    router.release(name, outcome, 0, 0.0, now)
+    router.check_integrity()
+
+
+def poll(router: Router, now: float = 0.0) -> dict[str, str | HeadraceError]:
+    answers = router.poll(now, 1000.0 + now)
+    router.check_integrity()
+    return {name: a.replica_id if isinstance(a, Placement) else a for name, a in answers}
+
+
+def fill(router: Router, name: str, count: int, *, only: str = "") -> list[str]:
+    """Places ``count`` requests; ``only``: all must go there."""
+    names = [f"{name}{i}" for i in range(count)]
+    for one in names:
+        placed = place(router, one)
+        assert placed is not None and placed in (only or placed)
+    return names

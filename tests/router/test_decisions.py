@@ -20,7 +20,12 @@ def test_found_by_both_ids_with_all_that_was_seen() -> None:
     (found,) = decisions.find("c1")
     assert decisions.find("q1") == [found]
     assert decisions.find("q2") == []
-    assert (found.chosen, found.reason, found.policy, found.at) == ("r0", "lowest score", "predicted_ttft", 1000.0)
+    assert (found.chosen, found.reason, found.policy, found.at) == (
+        "r0",
+        "lowest score",
+        "predicted_ttft",
+        1000.0,
+    )
     assert (found.ttft_s, found.num_cached_tokens, found.outcome) == (0.3, 96, "finished")
     first, second = found.candidates
     assert (first.replica_id, first.score, first.ttft_s, first.num_cached_tokens) == ("r0", 0.5, 0.4, 64)

@@ -83,7 +83,7 @@ class Stage:
 async def stage():
     made: list[Made] = []
 
-    def make_worker(endpoint, capabilities, *, log):
+    def make_worker(endpoint, capabilities, *, log, silence_s):
         made.append(Made(endpoint, capabilities))
         return made[-1]
 

@@ -79,7 +79,10 @@ def test_random_reaches_all_and_repeats_with_its_seed() -> None:
 
 
 def test_least_load_is_relative_to_size() -> None:
-    replicas = [View("big", num_in_flight=20, max_in_flight=100), View("small", num_in_flight=5, max_in_flight=10)]
+    replicas = [
+        View("big", num_in_flight=20, max_in_flight=100),
+        View("small", num_in_flight=5, max_in_flight=10),
+    ]
     assert choose("least_load", route(0, 900), replicas) == 0
 
 

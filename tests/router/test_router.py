@@ -7,41 +7,26 @@ from collections import Counter
 import msgspec
 import pytest
 
-from headrace.core.errors import HeadraceError, OverloadedError, UnavailableError
+from headrace.core.errors import UnavailableError
 from headrace.core.messages import CacheSnapshot, Stats
-from headrace.core.routing import Endpoint, Lease, Outcome, Placement
+from headrace.core.routing import Endpoint, Lease, Placement
 from headrace.router.breaker import FAULTS
 from headrace.router.registry import SUSPECT_S
-from headrace.router.router import Router
-from tests.router.routing import BLOCK, OURS, TEXT, VLLM, add, make, route, stats, stored, up
-
-
-def place(router: Router, name: str, *numbers: int, now: float = 0.0, **fields: object) -> str | None:
-    """Where a request goes; None: it waits."""
-    placement = router.place(route(name, *numbers, **fields), now, 1000.0 + now)
-    router.check_integrity()
-    return None if placement is None else placement.replica_id
-
-
-def release(router: Router, name: str, outcome: Outcome = "finished", *, now: float = 0.0) -> None:
-    router.release(name, outcome, 0, 0.0, now)
-    router.check_integrity()
-
-
-def poll(router: Router, now: float = 0.0) -> dict[str, str | HeadraceError]:
-    answers = router.poll(now, 1000.0 + now)
-    router.check_integrity()
-    return {name: a.replica_id if isinstance(a, Placement) else a for name, a in answers}
-
-
-def fill(router: Router, name: str, count: int, *, only: str = "") -> list[str]:
-    """Places ``count`` requests; ``only``: all must go there."""
-    names = [f"{name}{i}" for i in range(count)]
-    for one in names:
-        placed = place(router, one)
-        assert placed is not None and placed in (only or placed)
-    return names
-
+from tests.router.routing import (
+    BLOCK,
+    OURS,
+    TEXT,
+    VLLM,
+    add,
+    fill,
+    make,
+    place,
+    poll,
+    release,
+    route,
+    stored,
+    up,
+)
 
 # Cache-aware placement
 
@@ -163,119 +148,6 @@ def test_text_is_matched_by_its_chunks() -> None:
     placement = router.place(route("two", 1, 2, 9, 8, tokens=400, text_only=True), 0.0, 0.0)
     assert placement is not None
     assert (placement.replica_id, placement.num_cached_tokens) == (home, 200)
-
-
-# Room and the queue
-
-
-def test_a_quarter_more_than_run_at_once_then_the_queue() -> None:
-    router = make(1)
-    names = fill(router, "q", 10)
-    assert place(router, "late") is None
-    assert poll(router) == {}
-    release(router, names[0])
-    assert poll(router) == {"late": "r0"}
-    assert router.status().num_queued == 0
-
-
-def test_an_explicit_limit_is_exact() -> None:
-    router = make()
-    add(router, "r0", max_in_flight=3)
-    fill(router, "q", 3)
-    assert place(router, "late") is None
-
-
-def test_samples_count() -> None:
-    router = make(1)
-    assert place(router, "wide", num_samples=8) == "r0"
-    assert place(router, "three", num_samples=3) is None
-    release(router, "wide")
-    assert poll(router) == {"three": "r0"}
-    release(router, "three")
-    assert place(router, "giant", num_samples=128) == "r0", "an idle replica takes any"
-
-
-def test_first_come_first_served_and_tiers() -> None:
-    router = make(1)
-    names = fill(router, "q", 10)
-    for name, tier in (("b", "batch"), ("s", "standard"), ("f", "flex"), ("p", "priority"), ("s2", "standard")):
-        assert place(router, name, tier=tier) is None
-    order = []
-    for name in names[:5]:
-        release(router, name)
-        order += poll(router)
-    assert order == ["p", "s", "s2", "f", "b"]
-
-
-def test_nobody_overtakes_who_waits() -> None:
-    router = make(1)
-    names = fill(router, "q", 10)
-    assert place(router, "first") is None
-    release(router, names[0])
-    assert place(router, "second") is None, "there is room, and somebody before it"
-    assert place(router, "urgent", tier="priority") == "r0"
-    assert poll(router) == {}
-
-
-def test_one_full_model_does_not_hold_up_another() -> None:
-    router = make(1)
-    add(router, "x0", model="other")
-    fill(router, "q", 10)
-    assert place(router, "late") is None
-    assert place(router, "y", model="other") == "x0"
-
-
-def test_full_queue_is_refused_and_a_rescue_is_not() -> None:
-    router = make(1, max_queue=2)
-    fill(router, "q", 10)
-    assert place(router, "w0") is None
-    assert place(router, "w1") is None
-    with pytest.raises(OverloadedError, match="2 requests wait already") as caught:
-        place(router, "w2")
-    assert 1 <= caught.value.retry_after <= 60
-    assert place(router, "rescued", attempt=1, exclude=["r9"]) is None
-    release(router, "q0")
-    assert poll(router) == {"rescued": "r0"}, "and goes first"
-
-
-def test_waiting_ends_after_the_timeout_or_at_the_deadline() -> None:
-    router = make(1, queue_timeout_s=5.0)
-    fill(router, "q", 10)
-    assert place(router, "long", now=1.0) is None
-    assert place(router, "soon", now=2.0, deadline=1003.0) is None
-    assert poll(router, 2.5) == {}
-    answers = poll(router, 3.5)
-    assert list(answers) == ["soon"] and isinstance(answers["soon"], OverloadedError)
-    answers = poll(router, 6.5)
-    assert list(answers) == ["long"] and isinstance(answers["long"], OverloadedError)
-
-
-def test_who_gave_up_waiting_is_not_placed() -> None:
-    router = make(1)
-    names = fill(router, "q", 10)
-    assert place(router, "gone") is None
-    release(router, "gone", "aborted")
-    release(router, names[0])
-    assert poll(router) == {}
-
-
-def test_queue_time_is_told() -> None:
-    router = make(1)
-    fill(router, "q", 10)
-    assert place(router, "late", now=1.0) is None
-    release(router, "q0", now=3.5)
-    ((_, placement),) = router.poll(3.5, 0.0)
-    assert isinstance(placement, Placement) and placement.queue_s == 2.5
-    assert router.why("late")[0].queue_s == 2.5
-
-
-def test_cache_room_is_seen() -> None:
-    """A prompt that would wait for memory goes where there is some."""
-    router = make(2)
-    router.on_events("r0", 0, [stored(*range(1, 11))], 0.0)
-    router.on_stats("r0", stats(blocks=1000, free=2, running=4), 0.0)
-    numbers = [*range(1, 11), *range(100, 400)]
-    assert place(router, "q", *numbers) == "r1"
 
 
 # Who may be chosen
@@ -526,7 +398,12 @@ def test_why_tells_all_attempts_and_what_became_of_them() -> None:
     assert place(router, "q", 1, 2, 3, 4, attempt=1, exclude=["r0"], now=1.0) == "r1"
     first, second = router.why("caller-q")
     assert router.why("q") == [first, second]
-    assert (first.chosen, first.outcome, first.ttft_s, first.num_cached_tokens) == ("r0", "replica_gone", 0.25, 32)
+    assert (first.chosen, first.outcome, first.ttft_s, first.num_cached_tokens) == (
+        "r0",
+        "replica_gone",
+        0.25,
+        32,
+    )
     assert [c.num_cached_tokens for c in first.candidates] == [32, 0]
     assert first.candidates[0].score < first.candidates[1].score
     assert (second.chosen, second.outcome, second.attempt) == ("r1", None, 1)

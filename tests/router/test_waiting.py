@@ -4,7 +4,9 @@ from headrace.core.routing import Route
 from headrace.router.waiting import Waiter, Waiting
 
 
-def route(name: str, tier: str = "standard", *, model: str = "m", text: bool = False, attempt: int = 0) -> Route:
+def route(
+    name: str, tier: str = "standard", *, model: str = "m", text: bool = False, attempt: int = 0
+) -> Route:
     return Route(
         request_id=name, model=model, num_prompt_tokens=10, tier=tier, text_only=text, attempt=attempt
     )

@@ -67,6 +67,11 @@ class Home:
         """Stops the server, and finds nothing of it left."""
         self.note_segments()
         assert self.sockets() and len(self.processes()) > 1, "looks in the right places"
+        self.check_nothing_left(server)
+
+    def check_nothing_left(self, server: Server) -> None:
+        """The server stops, or has stopped, as it should: no process, shared memory, socket or folder of
+        it is there any more."""
         assert server.stop() == 0, server.log
         assert self.processes() == {}
         assert [path for path in self._segments if Path(path).exists()] == []

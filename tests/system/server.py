@@ -34,6 +34,7 @@ class Server:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._told = False
         self.lines: list[str] = []
         self.url = ""
         self._settled = threading.Event()
@@ -67,10 +68,15 @@ class Server:
     def port(self) -> str:
         return self.url.rpartition(":")[2]
 
+    def terminate(self) -> None:
+        """SIGTERM; the second one has another meaning than the first."""
+        self._told = True
+        self.process.terminate()
+
     def stop(self) -> int:
-        """SIGTERM, then the exit code."""
-        if self.process.poll() is None:
-            self.process.terminate()
+        """SIGTERM unless it was sent already, then the exit code."""
+        if not self._told and self.process.poll() is None:
+            self.terminate()
         code = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
         assert self.process.stderr is not None

@@ -75,12 +75,11 @@ async def begun(streams: list[Stream]) -> None:
     assert sum(not stream.done for stream in streams) > 0.9 * len(streams)
 
 
-async def drain_one(server: Server) -> None:
-    """Takes the third replica away from under its streams."""
+async def drain_one(server: Server) -> list[str]:
+    """Takes the third replica away from under its streams; what was told of that."""
     *progress, last = await asyncio.to_thread(server.tell, Scale(2))
     assert isinstance(last, Done), last
-    lines = [reply.line for reply in progress if isinstance(reply, Progress)]
-    assert any(line.startswith("replica-2 hands over") for line in lines), lines
+    return [reply.line for reply in progress if isinstance(reply, Progress)]
 
 
 def check_idle(server: Server, num_replicas: int) -> None:
@@ -108,7 +107,8 @@ def test_streams_outlive_a_killed_and_a_drained_replica(fleet: Server, reference
     async def faults() -> None:
         await begun(streams)
         os.kill(fleet.pids("headrace.replica")[0], signal.SIGKILL)
-        await drain_one(fleet)
+        lines = await drain_one(fleet)
+        assert any(line.startswith("replica-2 hands over") for line in lines), lines
 
     run(fleet.url, streams, faults)
     check_complete(streams)
@@ -178,6 +178,7 @@ def test_nothing_is_left_of_a_fleet(fleet: Server, home: Home) -> None:
 
 def test_two_gateways_outlive_their_router(model: Path, reference: list[Stream]) -> None:
     streams = [stream.again() for stream in reference]
+    late: list[Stream] = []  # sent while no router runs
     with (
         Home() as home,
         Server(
@@ -190,10 +191,11 @@ def test_two_gateways_outlive_their_router(model: Path, reference: list[Stream])
             (router,) = server.pids("headrace.router")
             os.kill(router, signal.SIGKILL)
             os.kill(server.pids("headrace.replica")[0], signal.SIGKILL)
+            late.extend(await traffic(server.url, len(late)))
             await drain_one(server)
 
         run(server.url, streams, faults)
-        check_complete(streams)
+        check_complete(streams + late)
         check_same(streams, reference)
         check_idle(server, 2)
         assert len(server.pids("headrace.gateway")) == 2
@@ -236,3 +238,52 @@ def test_in_bfloat16_streams_part_only_within_the_noise_floor(model: Path) -> No
         assert num_equal > len(streams) // 3, "many streams are equal to the end"
         check_idle(server, 2)
         home.stop(server)
+
+
+@pytest.mark.parametrize("gateways", ["1", "2"])
+def test_a_second_signal_ends_what_runs(model: Path, gateways: str) -> None:
+    stream = Stream(TEXT, {"prompt": "hello", "max_tokens": 480, "ignore_eos": True, "n": 8})
+    with (
+        Home() as home,
+        Server(
+            *(str(model), "--dtype", "float32", "--kv-cache-gib", "0.05", "--gateways", gateways),
+            environment=home.environment,
+        ) as server,
+    ):
+
+        async def stop_twice() -> None:
+            await until(lambda: stream.num_events > 8, "it has begun")
+            server.terminate()
+            await until(lambda: "stopping; requests" in server.log, "it stops")
+            assert not stream.done, "it is let finish"
+            server.terminate()
+
+        run(server.url, [stream], stop_twice)
+        assert "shutting down" in stream.failure and not stream.done
+        home.check_nothing_left(server)
+
+
+def test_killed_processes_are_replaced_and_none_outlives_the_first(model: Path) -> None:
+    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "logprobs": 0}
+    flags = (str(model), "--dtype", "float32", "--kv-cache-gib", "0.05", "--gateways", "2")
+    with Home() as home, Server(*flags, environment=home.environment) as server:
+        reference = run(server.url, [Stream(TEXT, body)])
+        check_complete(reference)
+        streams = [Stream(TEXT, body)]
+
+        async def kill_the_only_replica() -> None:
+            await until(lambda: streams[0].num_events > 5, "it has begun")
+            os.kill(server.pids("headrace.replica")[0], signal.SIGKILL)
+
+        run(server.url, streams, kill_the_only_replica)
+        check_complete(streams)
+        check_same(streams, reference)
+
+        first = server.pids("headrace.gateway")
+        os.kill(first[0], signal.SIGKILL)
+        wait_until(lambda: first[0] not in server.pids("headrace.gateway"), "it is dead")
+        check_complete(run(server.url, [Stream(TEXT, {**body, "max_tokens": 3})]))
+        wait_until(lambda: len(server.status()["gateways"]) == 2, "another one in its place")
+
+        server.process.kill()
+        wait_until(lambda: home.processes() == {}, "its children end by themselves")

@@ -173,7 +173,7 @@ def test_sigterm_lets_a_running_answer_finish() -> None:
             )
             chunks = iter(stream)
             next(chunks)
-            own.process.terminate()
+            own.terminate()
             reasons = [chunk.choices[0].finish_reason for chunk in chunks]
         assert reasons[-1] == "length"
         assert own.stop() == 0

@@ -112,6 +112,9 @@ class _Caller:
                     )
                 )
 
+    def on_started(self) -> None:
+        """See Sink."""
+
     def on_error(self, error: HeadraceError) -> None:
         """See Sink."""
         self._callers.failed(self._request, error)

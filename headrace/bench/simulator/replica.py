@@ -51,7 +51,7 @@ class PacedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     step_time: StepTime
     num_blocks: int
-    block_size: int = 512
+    block_size: int = 128
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 262_144

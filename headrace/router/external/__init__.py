@@ -26,17 +26,18 @@ __all__ = [
 
 
 def make_worker(
-    endpoint: Endpoint, capabilities: Capabilities, *, log: logging.Logger
+    endpoint: Endpoint, capabilities: Capabilities, *, log: logging.Logger, silence_s: float = 60.0
 ) -> ExternalWorker | TextWorker:
-    """What a gateway sends requests to; connects when there is something to send.
+    """What a gateway sends requests to; connects when there is something to send. ``silence_s``: after so
+    long without a byte a server that holds requests is asked whether it is there.
 
     A TextWorker when the endpoint is text only or takes no tokens. Call it in the event loop it shall use
     and ``await worker.close()`` at the end. A member whose ``instance`` or ``capabilities`` changed needs a
     new one.
     """
     if endpoint.text_only or not capabilities.tokens:
-        return TextWorker(endpoint, capabilities, log=log)
-    return ExternalWorker(endpoint, capabilities, log=log)
+        return TextWorker(endpoint, capabilities, log=log, silence_s=silence_s)
+    return ExternalWorker(endpoint, capabilities, log=log, silence_s=silence_s)
 
 
 def make_monitor(endpoint: Endpoint, listener: MonitorListener, *, log: logging.Logger) -> ExternalMonitor:

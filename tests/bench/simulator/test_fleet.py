@@ -23,7 +23,7 @@ POLICIES = (
     "prefix_only",
 )
 MODEL = PacedModel(
-    name="paced", step_time=StepTime(base=0.01, per_prefill=1e-4, noise=0.05), num_blocks=40, max_num_seqs=8
+    name="paced", step_time=StepTime(base=0.01, per_prefill=1e-4, noise=0.05), num_blocks=160, max_num_seqs=8
 )
 
 
@@ -53,7 +53,7 @@ def test_every_request_is_answered_in_full(policy: str) -> None:
 
 
 def test_time_to_first_token_is_that_of_the_formula_when_nothing_else_runs() -> None:
-    model = PacedModel(name="paced", step_time=StepTime(base=1.0, per_prefill=1e-3), num_blocks=40)
+    model = PacedModel(name="paced", step_time=StepTime(base=1.0, per_prefill=1e-3), num_blocks=160)
     lonely = [Arrival(0.0, TraceRequest(0, 1000, 3, [1, 2]))]
     (trace,) = replay(lonely, model, 2, "round_robin", seed=1).requests
     assert trace.ttft == pytest.approx(2.0)

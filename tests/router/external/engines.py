@@ -40,6 +40,7 @@ class Engine:
         self.num_gone = 0
         self.error: tuple[int, Any] | None = None
         self.num_cached = 48
+        self.answer = answer_of
 
     async def step(self, exchange: Exchange, place: int) -> bool:
         """Before token ``place``; False when the stream ends here."""
@@ -109,7 +110,7 @@ async def _vllm_answer(
     if len(prompt) > 4096:
         raise Caught(f"maximum context length is 4096 tokens, your prompt has {len(prompt)}")
     num = params.get("max_tokens") or 4096 - len(prompt)
-    tokens, reason, stop = answer_of(prompt, num, params.get("stop_token_ids", []))
+    tokens, reason, stop = engine.answer(prompt, num, params.get("stop_token_ids", []))
     named = (
         stop if stop in params.get("stop_token_ids", []) else None
     )  # the end-of-sequence token is not named
@@ -215,7 +216,9 @@ sglang:generation_tokens_total{x="1"} 60.0
             exchange.reply(engine.error[1], engine.error[0])
             return
         assert params["top_k"] == -1 or params["top_k"] >= 1
-        tokens, _, stop = answer_of(prompt, params["max_new_tokens"] or 50, params.get("stop_token_ids", []))
+        tokens, _, stop = engine.answer(
+            prompt, params["max_new_tokens"] or 50, params.get("stop_token_ids", [])
+        )
         exchange.start_stream()
         for place in range(len(tokens)):
             if not await engine.step(exchange, place):
@@ -279,7 +282,7 @@ llamacpp:requests_deferred 1
             return
         prompt = body["prompt"]
         num = body["n_predict"] if body["n_predict"] > 0 else 2000
-        tokens, reason, _ = answer_of(prompt, num, [])
+        tokens, reason, _ = engine.answer(prompt, num, [])
         kind = {"stop": "eos", "length": "limit"}[reason]
         final = {"index": 0, "content": "", "tokens": [], "stop": True, "stop_type": kind,
                  "tokens_predicted": len(tokens), "timings": {"cache_n": engine.num_cached}}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -73,7 +74,8 @@ Route = Callable[[Exchange], Awaitable[None]]
 class StandIn:
     """Serves ``routes``, by path; a path without one is a 404, one with ``posts`` a 405 for GET."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.routes: dict[str, Route] = {}
         self.posts: set[str] = set()
         self.seen: list[Exchange] = []
@@ -86,7 +88,7 @@ class StandIn:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     def page(self, path: str, value: Any, content_type: str = "application/json") -> None:
         """A page that always says the same."""
@@ -104,7 +106,7 @@ class StandIn:
         return [exchange for exchange in self.seen if exchange.path == path and exchange.method == "POST"]
 
     async def __aenter__(self) -> StandIn:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -168,9 +170,11 @@ class StandIn:
             await work
         except Caught as error:
             exchange.reply({"error": {"message": str(error), "type": "BadRequestError", "code": 400}}, 400)
+        except ConnectionError:
+            exchange.gone.set()
+            exchange.close()
         except Exception as error:
-            if not isinstance(error, ConnectionError):
-                self.errors.append(error)
+            self.errors.append(error)
             exchange.close()
         finally:
             for each in (work, watch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +149,24 @@ async def test_a_second_answer_nobody_asked_for_ends_the_connection(server, clie
     assert await client.fetch("GET", "/page") == (200, b"A")
     assert await client.fetch("GET", "/page") == (200, b"A")
     assert server.num_connections == 2
+
+
+async def test_tls_with_a_certificate_that_is_trusted_and_one_that_is_not(monkeypatch):
+    pem = Path(__file__).with_name("localhost.pem")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pem)
+    async with StandIn(tls) as server:
+        server.page("/page", {"a": 1})
+        stranger = HTTPClient(server.url, log=LOG)
+        with pytest.raises(HTTPFailure) as caught:
+            await stranger.fetch("GET", "/page")
+        assert caught.value.fault == "connect" and "certificate" in str(caught.value)
+        await stranger.close()
+        monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+        client = HTTPClient(server.url, log=LOG)
+        for _ in range(3):
+            assert await client.fetch("GET", "/page") == (200, b'{"a": 1}')
+        await client.close()
 
 
 async def test_nobody_listens():
