@@ -217,22 +217,6 @@ def test_a_receiver_that_is_killed_leaves_nothing_behind(
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_blocks_of_another_kind_are_refused(
-    folder: Path, tmp_path: Path, peers: tuple[Peer, Peer], alone: Peer
-) -> None:
-    _, taker = peers
-    other = Replica(folder, tmp_path, kv_listen="unix", block_size=8, **PREFILL).wait_ready()
-    before = moves(taker.probe().stats)
-    taker.submit("split", prompt(120), prefill_from=other.connect().hello.kv_address, max_tokens=LENGTH)
-    assert taker.finish("split")["split"] == right(alone, prompt(120))
-    after = moves(taker.probe().stats)
-    assert (after.failed_fetches - before.failed_fetches, after.fetched_blocks - before.fetched_blocks) == (
-        1,
-        0,
-    )
-    other.stop()
-
-
 @pytest.mark.parametrize("address", ["unix:/nowhere/kv.sock", "tcp://127.0.0.1:1", "nonsense"])
 def test_an_address_where_nobody_is_costs_no_token(
     address: str, peers: tuple[Peer, Peer], alone: Peer
