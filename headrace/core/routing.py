@@ -297,7 +297,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was left out.
 
     Of the prompt it has ``num_cached_tokens``, of which ``num_disk_tokens`` on disk;
-    ``num_fetched_tokens`` would come from a prefill replica. ``fill_s`` is what bringing them into memory takes.
+    ``num_fetched_tokens`` would come from a prefill replica. ``fill_s`` is the time to bring them into memory.
     """
 
     replica_id: str
@@ -318,7 +318,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one placement of a request was decided, and what became of it. ``at`` is Unix time.
 
     ``prefill_replica`` computes the prompt for the chosen one; ``split`` says in words why, or why not
-    (empty: there was no choice). ``num_fetched_tokens``, ``num_disk_tokens`` and ``fill_s`` are what came of it.
+    (empty: there was no choice). ``num_fetched_tokens``, ``num_disk_tokens`` and ``fill_s`` came of it.
     """
 
     request_id: str
