@@ -297,7 +297,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One replica as the policy saw it. ``score``: lower is better. ``excluded``: why it was left out.
 
     Of the prompt it has ``num_cached_tokens``, of which ``num_disk_tokens`` on disk;
-    ``num_fetched_tokens`` would come from a prefill replica. ``fill_s`` is the time to bring them into memory.
+    ``num_fetched_tokens`` would come from a prefill replica. ``fill_s``: bringing them into memory.
     """
 
     replica_id: str
