@@ -300,7 +300,7 @@ def test_credit_beyond_reason_does_not_fill_the_senders_memory(listen: str) -> N
         sock.sendall(encode_frame(Credit("j", 2**62)) + encode_frame(Credit("j", -5)))
         handler.wait(lambda handler: bool(handler.jobs))
         (key,) = handler.jobs
-        wait_until(lambda: handler.streams[key].room() == 0)
+        wait_until(lambda: handler.streams[key].room() < WINDOW // 4)  # else it is asked for more
         assert handler._next[key] <= 2 * WINDOW
     handler.wait(lambda handler: bool(handler.cancelled))
 
