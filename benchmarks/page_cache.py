@@ -1,4 +1,4 @@
-"""The page cache of a disk tier's blocks: dropped before a read that is to come from the disk, and counted."""
+"""The page cache of a disk tier's blocks: dropped before a read that must come from the disk, and counted."""
 
 from __future__ import annotations
 

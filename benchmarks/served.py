@@ -49,7 +49,7 @@ class Replica(msgspec.Struct, frozen=True):
     hello: Hello
 
 
-def start(flags: list[str], *, threads: int, name: str) -> Server:
+def start(flags: list[str], *, threads: int, name: str, nice: int = 0) -> Server:
     """`headrace serve` with these flags on a free port, once its first replica is ready. Raises EngineError
     with the place of its log."""
     port = free_port()
@@ -63,6 +63,7 @@ def start(flags: list[str], *, threads: int, name: str) -> Server:
             log=log,
             timeout=START_TIMEOUT_S,
             ready_path="/ready",
+            nice=nice,
         )
     except ChildError as error:
         raise EngineError(f"the server did not start: {error}", hint=f"its log is {log}") from error

@@ -1,8 +1,9 @@
 """bench split: running decodes while long prompts keep arriving, on two cores, in one process or two roles.
 
-    interval   one prompt beside the decodes on one unified replica with the smallest chunks
+    interval   one prompt beside the decodes, on the slowest unified setting and on the split
     screening  every unified setting and the split, one window each
     final      the two unified settings with the shortest p99 gaps and the split, in turns, window by window
+    answers    the better one of the two and the split again, the prompts now with answers of some tokens
     moves      on the split: single prompts of several lengths, computed by the decode replica or moved
 
 Every window has a fresh server, the same streams and prompts at the same times (``split_load``). Replicas of
@@ -33,14 +34,13 @@ from benchmarks.split_load import (
     CONTEXT_TOKENS,
     NUM_STREAMS,
     OUTPUT_TOKENS,
-    PROMPT_OUTPUT_TOKENS,
     Streams,
     Window,
     complete,
     measure_window,
     random_prompt,
 )
-from benchmarks.split_rows import SplitRun, Targets, rows_of, short, table
+from benchmarks.split_rows import SplitRun, Targets, best_unified, rows_of, short, table
 from headrace.bench.load import open_session
 from headrace.bench.metrics import DEFINITIONS, percentile
 from headrace.bench.recipe import base_recipe
@@ -52,7 +52,7 @@ from headrace.core.messages import Moves
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 8192
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
-# The part of the time that the slowest unified setting spends on prompts, were nothing queued.
+# The part of the time for which a slow side has a prompt in hand.
 LOAD = 0.8
 NUM_FINALISTS = 2
 WARM_UP_TOKENS = 1000
@@ -95,8 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", choices=("1x2", "2x1"), default=["1x2", "2x1"])
     parser.add_argument("--split-chunk", type=int, default=256, help="of the split's replicas (default: 256)")
     parser.add_argument("--prompt-tokens", type=int, default=4000)
-    parser.add_argument("--screen-prompts", type=int, default=2, help="in a screening window (default: 2)")
-    parser.add_argument("--prompts", type=int, default=4, help="in a final window (default: 4)")
+    parser.add_argument("--answer-tokens", type=int, default=16, help="of each prompt in the last phase")
+    parser.add_argument("--screen-prompts", type=int, default=1, help="in a screening window (default: 1)")
+    parser.add_argument("--prompts", type=int, default=3, help="in a final window (default: 3)")
     parser.add_argument("--repeats", type=int, default=2, help="final windows of each side (default: 2)")
     parser.add_argument(
         "--interval", type=float, metavar="SECONDS", help="between prompts; default: measured"
@@ -106,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state", type=Path, metavar="FILE", help="windows done are kept there, not repeated"
     )
+    parser.add_argument("--nice", type=int, default=0, help="niceness of the servers (below 0: root)")
     parser.add_argument("--quick", action="store_true", help="three unified settings, one short final each")
 
 
@@ -130,12 +132,12 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "a prefill and a decode replica of one thread, each on its core. The number after it is "
         "--max-num-batched-tokens. Gateway and load generator run on the first core on every side",
         "workload": f"{NUM_STREAMS} streams of {CONTEXT_TOKENS} + {OUTPUT_TOKENS} tokens, begun anew at "
-        f"their end with {CONTEXT_TOKENS - 1} tokens cached; distinct prompts of {length:,} + "
-        f"{PROMPT_OUTPUT_TOKENS} tokens, one every {interval:.1f} s",
+        f"their end with {CONTEXT_TOKENS - 1} tokens cached; distinct prompts of {length:,} tokens, "
+        f"one every {interval:.1f} s, which ask for one token (answers: for {arguments.answer_tokens})",
         "interval": "given"
         if arguments.interval
-        else f"one prompt's TTFT beside the streams on 1x2.{min(arguments.chunks)}, over {LOAD:g}: of the "
-        "unified settings the slowest with prompts; so all are busy and none is overloaded",
+        else f"one prompt's TTFT beside the streams over {LOAD:g}: the longer of 1x2.{min(arguments.chunks)} "
+        "and the split; so all sides are busy, and none is overloaded",
         "windows": f"{arguments.screen_prompts} prompts in screening; final: {arguments.prompts} prompts, "
         f"{arguments.repeats} windows a side in turns, gaps pooled, spread between windows",
         "best unified": "the lowest p99 ITL of the final windows; both targets compare with that setting",
@@ -168,14 +170,20 @@ class _Bench:
         interval = arguments.interval or await self._calibrate()
         result = SplitRun(interval=interval, prompt_tokens=arguments.prompt_tokens, split=self._split.name)
         for side in (*unified, self._split):
-            window = await self._window(side, "screening", arguments.screen_prompts, interval)
-            result.screening[side.name] = window
+            result.screening[side.name] = await self._window(
+                side, "screening", arguments.screen_prompts, interval
+            )
         by_gap = sorted(unified, key=lambda side: percentile(result.screening[side.name].gaps, 99))
         finalists = [self._split, *by_gap[:NUM_FINALISTS]]
         for repeat in range(arguments.repeats):
             for side in finalists if repeat % 2 == 0 else reversed(finalists):
                 window = await self._window(side, f"final {repeat}", arguments.prompts, interval)
                 result.final.setdefault(side.name, []).append(window)
+        best = best_unified(result)
+        for side in (self._split, *(each for each in finalists if each.name == best)):
+            result.answers[side.name] = await self._window(
+                side, "answers", arguments.prompts, interval, arguments.answer_tokens
+            )
         result.break_even = await self._break_even()
         return result
 
@@ -184,18 +192,24 @@ class _Bench:
         known = self._state.get("interval", float)
         if known is not None:
             return known
-        side = Side("1x2", min(self._arguments.chunks))
-        async with self._serving(side) as (server, session, _):
-            streams = Streams(session, server.url, MODEL, self._stream_prompts)
-            async with streams.flowing():
-                prompt = random_prompt(random.Random(5), self._arguments.prompt_tokens)
-                trace = await complete(session, server.url, MODEL, prompt, 1)
-        interval = round(trace.ttft / LOAD, 1)
-        say(f"one prompt on {side.name}: TTFT {trace.ttft:.2f} s, so one every {interval:.1f} s")
+        longest = 0.0
+        for side in (Side("1x2", min(self._arguments.chunks)), self._split):
+            async with self._serving(side) as (server, session, _):
+                streams = Streams(session, server.url, MODEL, self._stream_prompts)
+                async with streams.flowing():
+                    await self._warm_up(session, server.url)
+                    prompt = random_prompt(random.Random(5), self._arguments.prompt_tokens)
+                    trace = await complete(session, server.url, MODEL, prompt, 1)
+            say(f"one prompt on {side.name}: TTFT {trace.ttft:.2f} s")
+            longest = max(longest, trace.ttft)
+        interval = round(longest / LOAD, 1)
+        say(f"one prompt every {interval:.1f} s")
         self._state.put("interval", interval)
         return interval
 
-    async def _window(self, side: Side, phase: str, num_prompts: int, interval: float) -> Window:
+    async def _window(
+        self, side: Side, phase: str, num_prompts: int, interval: float, answer_tokens: int = 1
+    ) -> Window:
         key = f"{phase} {side.name}"
         known = self._state.get(key, Window)
         if known is not None:
@@ -207,7 +221,9 @@ class _Bench:
             async with streams.flowing():
                 await self._warm_up(session, server.url)
                 before = await served.metrics(server.url)
-                window = await measure_window(streams, side.name, server.url, MODEL, prompts, interval)
+                window = await measure_window(
+                    streams, side.name, server.url, MODEL, prompts, answer_tokens, interval
+                )
                 after = await served.metrics(server.url)
         for name in Moves.__struct_fields__:
             series = _SERIES.get(name)
@@ -227,7 +243,7 @@ class _Bench:
             async with streams.flowing():
                 await self._warm_up(session, server.url)
                 prefill, decode = (_of_role(found, role) for role in ("prefill", "decode"))
-                result = await measure_break_even(server, session, MODEL, prefill, decode)
+                result = await measure_break_even(server, streams, MODEL, prefill, decode)
         self._state.put("break-even", result)
         return result
 
@@ -244,7 +260,11 @@ class _Bench:
         """A fresh server with its processes in their places, and a client's session."""
         os.sched_setaffinity(0, self._cores)  # what is started inherits it
         server = await asyncio.to_thread(
-            served.start, side.flags, threads=side.threads, name=f"split-{side.name}"
+            served.start,
+            side.flags,
+            threads=side.threads,
+            name=f"split-{side.name}",
+            nice=self._arguments.nice,
         )
         with contextlib.closing(server):
             await served.until_up(server.url, side.num_replicas)

@@ -1,7 +1,11 @@
 """From which prompt length on a move pays: single prompts given straight to the decode replica, beside its
 running decodes, once to compute by itself and once with the prefill replica to fetch from, in turns.
 
-The router's own word: whether it had a prompt of that length, asked over HTTP, computed elsewhere.
+    cost = TTFT + what the streams lost until then: seconds that they would have needed, undisturbed, for the
+           tokens that they did not get, over all streams
+
+Whoever waits, a second counts the same, as it does for the router. Its own word is whether it had a prompt of
+that length, asked over HTTP, computed elsewhere.
 """
 
 from __future__ import annotations
@@ -17,42 +21,46 @@ import msgspec
 
 from benchmarks.child import Server
 from benchmarks.served import Replica, decisions, say
-from benchmarks.split_load import PROMPT_TIMEOUT_S, random_prompt
+from benchmarks.split_load import PROMPT_TIMEOUT_S, Streams, random_prompt
 from headrace.bench.metrics import median
 from headrace.core.errors import EngineError
 from headrace.core.messages import Failed, FromReplica, Step, Submit
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.core.wire import FrameDecoder, encode_frame, gateway_decoder
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048)
+LENGTHS = (40, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 3
+ALONE_S = 3.0
+
+
+class Way(msgspec.Struct, kw_only=True):
+    """One way to come by a prompt: seconds by its length, one value a repeat."""
+
+    ttfts: dict[int, list[float]] = {}
+    costs: dict[int, list[float]] = {}
+
+    def add(self, length: int, ttft: float, cost: float) -> None:
+        self.ttfts.setdefault(length, []).append(ttft)
+        self.costs.setdefault(length, []).append(cost)
 
 
 class BreakEven(msgspec.Struct, kw_only=True):
-    """TTFT in seconds by prompt length, with and without the move; ``router_moves``: what it chose."""
+    """``router_moves`` says by length what the router chose."""
 
-    here: dict[int, list[float]] = {}
-    moved: dict[int, list[float]] = {}
+    here: Way
+    moved: Way
     router_moves: dict[int, bool] = {}
 
-    def measured(self) -> float:
-        """From which length on the move is the faster one in every longer measurement too: where the lines
-        cross between two lengths, or the shortest; NaN if it never is."""
-        lengths = sorted(self.here)
-        saved = [median(self.here[each]) - median(self.moved[each]) for each in lengths]
-        first = len(lengths)
-        while first and saved[first - 1] > 0:
-            first -= 1
-        if first == len(lengths):
-            return math.nan
-        if first == 0:
-            return float(lengths[0])
-        below, above = lengths[first - 1], lengths[first]
-        share = -saved[first - 1] / (saved[first] - saved[first - 1])
-        return below + share * (above - below)
+    def by_ttft(self) -> float:
+        """From which length on the prompt itself is faster by the move."""
+        return _crossing(self.here.ttfts, self.moved.ttfts)
+
+    def by_cost(self) -> float:
+        """From which length on the move costs everybody less."""
+        return _crossing(self.here.costs, self.moved.costs)
 
     def of_router(self) -> float:
-        """The shortest length that the router had moved, and every longer one too; NaN: none."""
+        """The shortest length from which on the router moves every prompt; NaN: none."""
         chosen = math.nan
         for length in sorted(self.router_moves, reverse=True):
             if not self.router_moves[length]:
@@ -61,31 +69,57 @@ class BreakEven(msgspec.Struct, kw_only=True):
         return chosen
 
 
+def _crossing(here: dict[int, list[float]], moved: dict[int, list[float]]) -> float:
+    """From which length on the move takes less for every longer one too: where the lines cross between two
+    lengths, or the shortest; NaN if it never does."""
+    lengths = sorted(here)
+    saved = [median(here[each]) - median(moved[each]) for each in lengths]
+    first = len(lengths)
+    while first and saved[first - 1] > 0:
+        first -= 1
+    if first == len(lengths):
+        return math.nan
+    if first == 0:
+        return float(lengths[0])
+    below, above = lengths[first - 1], lengths[first]
+    share = -saved[first - 1] / (saved[first] - saved[first - 1])
+    return below + share * (above - below)
+
+
 async def measure_break_even(
-    server: Server, session: aiohttp.ClientSession, model: str, prefill: Replica, decode: Replica
+    server: Server, streams: Streams, model: str, prefill: Replica, decode: Replica
 ) -> BreakEven:
-    """Raises EngineError when a request fails."""
-    found = BreakEven()
+    """Beside the flowing streams. Raises EngineError when a request fails."""
+    found = BreakEven(here=Way(), moved=Way())
     rng = random.Random(11)
+    start = time.perf_counter()
+    await asyncio.sleep(ALONE_S)
+    undisturbed = median(streams.gaps(start, time.perf_counter()))
     direct = await _Direct.connect(decode)
     try:
         for length in LENGTHS:
             for repeat in range(REPEATS):
-                for moved in (False, True) if repeat % 2 == 0 else (True, False):
-                    address = prefill.hello.kv_address if moved else ""
-                    taken = await direct.ttft(random_prompt(rng, length), address)
-                    (found.moved if moved else found.here).setdefault(length, []).append(taken)
+                for moves in (False, True) if repeat % 2 == 0 else (True, False):
+                    address = prefill.hello.kv_address if moves else ""
+                    began = time.perf_counter()
+                    ttft = await direct.ttft(random_prompt(rng, length), address)
+                    lost = streams.lost(began, began + ttft, undisturbed)
+                    (found.moved if moves else found.here).add(length, ttft, ttft + lost)
             found.router_moves[length] = await _router_moves(
-                server, session, model, random_prompt(rng, length)
+                server, streams.session, model, random_prompt(rng, length)
             )
             say(
-                f"break-even, {length} tokens: TTFT {1e3 * median(found.here[length]):.0f} ms here, "
-                f"{1e3 * median(found.moved[length]):.0f} ms moved; the router "
+                f"break-even, {length} tokens: {_words(found.here, length)} here, "
+                f"{_words(found.moved, length)} moved; the router "
                 + ("moves" if found.router_moves[length] else "does not move")
             )
     finally:
         direct.close()
     return found
+
+
+def _words(way: Way, length: int) -> str:
+    return f"TTFT {median(way.ttfts[length]):.2f} s, cost {median(way.costs[length]):.2f} s"
 
 
 async def _router_moves(

@@ -28,7 +28,6 @@ from headrace.core.errors import EngineError
 NUM_STREAMS = 8
 CONTEXT_TOKENS = 129
 OUTPUT_TOKENS = 256
-PROMPT_OUTPUT_TOKENS = 16
 # Ids of plain words and pieces of words.
 VOCABULARY = range(100, 40_000)
 FLOW_TIMEOUT_S = 120.0
@@ -127,6 +126,13 @@ class Streams:
             if start <= later <= end
         ]
 
+    def lost(self, start: float, end: float, undisturbed: float) -> float:
+        """Seconds, over all streams, that their tokens of (start, end] came later than at ``undisturbed``
+        seconds a token."""
+        times = [at for runs in self._runs for reader in runs for at in reader.text_times]
+        num_tokens = sum(start < at <= end for at in times)
+        return max(0.0, len(self._runs) * (end - start) - num_tokens * undisturbed)
+
     def ended(self, start: float, end: float) -> list[RequestTrace]:
         """The stream requests that ended in [start, end]."""
         return [trace for trace in self._traces if start <= trace.finished <= end]
@@ -144,14 +150,20 @@ class Streams:
 
 
 async def measure_window(
-    streams: Streams, side: str, url: str, model: str, prompts: list[list[int]], interval: float
+    streams: Streams,
+    side: str,
+    url: str,
+    model: str,
+    prompts: list[list[int]],
+    answer_tokens: int,
+    interval: float,
 ) -> Window:
     """``prompts`` at fixed times beside the flowing streams; raises EngineError when a request fails."""
     start = time.perf_counter()
 
     async def arrive(index: int, prompt: list[int]) -> RequestTrace:
         await asyncio.sleep(max(0.0, start + index * interval - time.perf_counter()))
-        return await complete(streams.session, url, model, prompt, PROMPT_OUTPUT_TOKENS)
+        return await complete(streams.session, url, model, prompt, answer_tokens)
 
     pending = [asyncio.create_task(arrive(index, prompt)) for index, prompt in enumerate(prompts)]
     try:

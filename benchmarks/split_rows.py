@@ -14,6 +14,7 @@ from headrace.bench.report import Row, Target, figure, make_row
 
 ITL_TARGET = Target("ratio", "<=", 0.5)
 TTFT_TARGET = Target("ratio", "<=", 1.5)
+_COST = "cost: TTFT plus the seconds that all running decodes lost until then"
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -31,6 +32,7 @@ class SplitRun(msgspec.Struct, kw_only=True):
     split: str
     screening: dict[str, Window] = {}
     final: dict[str, list[Window]] = {}
+    answers: dict[str, Window] = {}
     break_even: BreakEven | None = None
 
 
@@ -42,6 +44,7 @@ def rows_of(run: SplitRun, targets: Targets) -> list[Row]:
     for name in run.final:
         if name not in (run.split, best):
             rows += _final_rows(run, name, None, targets)
+    rows += _answer_rows(run, best)
     rows += _move_rows(run.final[run.split])
     if run.break_even is not None:
         rows += _break_even_rows(run.break_even)
@@ -70,6 +73,8 @@ def table(run: SplitRun, targets: Targets) -> list[str]:
         lines.append(_line("screening", name, [window], targets))
     for name, windows in run.final.items():
         lines.append(_line("final", name, windows, targets))
+    for name, window in run.answers.items():
+        lines.append(_line("answers", name, [window], targets))
     return lines
 
 
@@ -125,6 +130,26 @@ def _figures(windows: Sequence[Window], targets: Targets) -> dict[str, tuple[flo
     return figures
 
 
+def _answer_rows(run: SplitRun, best: str) -> list[Row]:
+    """The same load with answers: a prompt is one more running decode for a while."""
+    rows = []
+    for field, unit, read in (
+        ("itl_p50", "ms", lambda window: 1e3 * percentile(window.gaps, 50)),
+        ("itl_p99", "ms", lambda window: 1e3 * percentile(window.gaps, 99)),
+        ("ttft_mean", "s", lambda window: _mean(window.ttfts)),
+    ):
+        rows.append(
+            make_row(
+                f"answers.{run.split}.{field}",
+                read(run.answers[run.split]),
+                unit,
+                peer=f"best unified, {best}",
+                peer_value=read(run.answers[best]),
+            )
+        )
+    return rows
+
+
 def _move_rows(windows: Sequence[Window]) -> list[Row]:
     moves = {
         name: sum(window.moves.get(name, 0.0) for window in windows)
@@ -145,7 +170,8 @@ def _move_rows(windows: Sequence[Window]) -> list[Row]:
 
 def _break_even_rows(found: BreakEven) -> list[Row]:
     rows = [
-        make_row("break_even.measured", found.measured(), "tokens"),
+        make_row("break_even.measured", found.by_cost(), "tokens", note=_COST),
+        make_row("break_even.measured.ttft_alone", found.by_ttft(), "tokens"),
         make_row(
             "break_even.router",
             found.of_router(),
@@ -153,20 +179,24 @@ def _break_even_rows(found: BreakEven) -> list[Row]:
             note="the shortest of the measured lengths from which on the router has prompts moved",
         ),
     ]
-    for length in sorted(found.here):
-        here, moved = found.here[length], found.moved[length]
-        rows.append(
-            make_row(
-                f"break_even.{length}.ttft_moved",
-                1e3 * median(moved),
-                "ms",
-                spread=1e3 * interquartile_range(moved),
-                peer="computed by the decode replica",
-                peer_value=1e3 * median(here),
-                peer_spread=1e3 * interquartile_range(here),
-                note="" if found.router_moves.get(length) else "the router does not move this length",
+    for length in sorted(found.here.costs):
+        unmoved = "" if found.router_moves.get(length) else "the router does not move this length"
+        for name, here, moved, note in (
+            ("ttft", found.here.ttfts[length], found.moved.ttfts[length], unmoved),
+            ("cost", found.here.costs[length], found.moved.costs[length], _COST),
+        ):
+            rows.append(
+                make_row(
+                    f"break_even.{length}.{name}_moved",
+                    median(moved),
+                    "s",
+                    spread=interquartile_range(moved),
+                    peer="computed by the decode replica",
+                    peer_value=median(here),
+                    peer_spread=interquartile_range(here),
+                    note=note,
+                )
             )
-        )
     return rows
 
 
