@@ -132,22 +132,17 @@ def _figures(windows: Sequence[Window], targets: Targets) -> dict[str, tuple[flo
 
 def _answer_rows(run: SplitRun, best: str) -> list[Row]:
     """The same load with answers: a prompt is one more running decode for a while."""
-    rows = []
-    for field, unit, read in (
-        ("itl_p50", "ms", lambda window: 1e3 * percentile(window.gaps, 50)),
-        ("itl_p99", "ms", lambda window: 1e3 * percentile(window.gaps, 99)),
-        ("ttft_mean", "s", lambda window: _mean(window.ttfts)),
-    ):
-        rows.append(
-            make_row(
-                f"answers.{run.split}.{field}",
-                read(run.answers[run.split]),
-                unit,
-                peer=f"best unified, {best}",
-                peer_value=read(run.answers[best]),
-            )
-        )
-    return rows
+    ours, theirs = run.answers[run.split], run.answers[best]
+
+    def beside(field: str, value: float, peer_value: float, unit: str) -> Row:
+        name = f"answers.{run.split}.{field}"
+        return make_row(name, value, unit, peer=f"best unified, {best}", peer_value=peer_value)
+
+    return [
+        beside("itl_p50", 1e3 * percentile(ours.gaps, 50), 1e3 * percentile(theirs.gaps, 50), "ms"),
+        beside("itl_p99", 1e3 * percentile(ours.gaps, 99), 1e3 * percentile(theirs.gaps, 99), "ms"),
+        beside("ttft_mean", _mean(ours.ttfts), _mean(theirs.ttfts), "s"),
+    ]
 
 
 def _move_rows(windows: Sequence[Window]) -> list[Row]:
