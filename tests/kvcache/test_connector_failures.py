@@ -163,8 +163,13 @@ def test_a_full_sink_is_no_reason_to_give_up(listen: str) -> None:
 
 def test_a_receiver_that_uses_nothing_loses_its_lease(listen: str) -> None:
     handler = Prefill()
-    with serving(listen, handler, lease_s=0.3) as server, fetching() as client:
+    with serving(listen, handler) as server, fetching() as client:
         sink = Sink(client, job_of(2 * WINDOW, address=server.address), hold=True).open()
+        sink.wait_delivered(WINDOW)
+        (sender,) = server._senders.values()
+        (stream,) = sender._streams.values()
+        assert stream.credit == 0 and not handler.cancelled
+        stream.credit_at -= 1000.0
         handler.wait(lambda handler: len(handler.cancelled) == 1)
         assert "used nothing" in sink.wait()
 

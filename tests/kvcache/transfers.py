@@ -19,7 +19,7 @@ ROOT = b"r" * 32
 FORMAT = "float32 head-major 4x2x8"
 BLOCK_SIZE = 4
 BLOCK_BYTES = 20_000
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def payload_of(block_id: bytes, num_bytes: int = BLOCK_BYTES) -> bytes:
