@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.core.errors import UsageError
+
 PAGE = 4096
 BLOCK_NAME_LENGTH = 64
 
@@ -21,7 +23,7 @@ def drop(folder: Path) -> None:
 
 def left(folder: Path) -> int:
     """How many blocks under ``folder`` have a page in memory, of four looked at: a read that may not wait
-    gives such a page and fails for any other."""
+    gives such a page and fails for any other. Raises UsageError where the file system has no such reads."""
     return sum(_has_page(descriptor) for descriptor in _each(folder))
 
 
@@ -44,6 +46,11 @@ def _has_page(descriptor: int) -> bool:
             if os.preadv(descriptor, [bytearray(1)], quarter * size // 4 // PAGE * PAGE, os.RWF_NOWAIT):
                 return True
         except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                raise UsageError(
+                    "this file system does not say what of a file is in memory",
+                    hint="choose a folder on a local disk, such as ext4 or xfs",
+                ) from None
             if error.errno != errno.EAGAIN:
                 raise
     return False
