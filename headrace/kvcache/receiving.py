@@ -106,7 +106,7 @@ class Receiver:
         if fetching.untold * 4 >= self._window:
             if fetching.unused + fetching.untold >= self._window:
                 fetching.heard_at = time.monotonic()  # it could not send before
-            self._channel.send_now(Credit(job_id, fetching.untold))
+            self._channel.send(Credit(job_id, fetching.untold))
             fetching.untold = 0
             self._flush()
 
@@ -206,7 +206,7 @@ class Receiver:
             self._end(fetching, "")
 
     def _give_up(self, fetching: _Fetching, reason: str) -> None:
-        self._channel.send_now(Cancel(fetching.job.job_id))
+        self._channel.send(Cancel(fetching.job.job_id))
         self._end(fetching, reason)
 
     def _end(self, fetching: _Fetching, reason: str) -> None:

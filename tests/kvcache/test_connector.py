@@ -205,6 +205,20 @@ def test_cancel_reaches_the_engine(
     client.cancel("never opened")
 
 
+def test_cancel_never_overtakes_its_job(
+    server: ConnectorServer, client: ConnectorClient, prefill: Prefill
+) -> None:
+    """The first is cancelled before there is a connection."""
+    prefill.limit = 0
+    for seed in range(20):
+        job = job_of(3, seed=seed, address=server.address)
+        sink = Sink(client, job).open()
+        client.cancel(job.job_id)
+        assert sink.wait() == "cancelled"
+    prefill.wait(lambda prefill: len(prefill.cancelled) == 20)
+    assert prefill.cancelled == list(prefill.jobs)
+
+
 def test_what_the_engine_says_at_its_end_is_told(server: ConnectorServer, client: ConnectorClient) -> None:
     class Unwilling(Prefill):
         def start(self, job: connector.SendJob, stream: connector.SendStream) -> None:
@@ -235,7 +249,7 @@ def test_a_handler_that_ignores_its_room_loses_the_job(listen: str, client: Conn
 
 def test_a_deadline_ends_a_job(server: ConnectorServer, client: ConnectorClient, prefill: Prefill) -> None:
     prefill.limit = 2
-    job = job_of(9, address=server.address, deadline=time.monotonic() + 0.2)
+    job = job_of(9, address=server.address, deadline=time.monotonic() + 0.5)
     sink = Sink(client, job).open()
     assert "deadline" in sink.wait()
     prefill.wait(lambda prefill: bool(prefill.cancelled))

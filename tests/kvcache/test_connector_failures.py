@@ -132,20 +132,31 @@ def test_the_receiver_is_killed(listen: str) -> None:
 
 
 def test_a_sender_that_stops_answering_is_given_up(listen: str) -> None:
-    with child("serve", listen, "5") as sender, fetching(silence_s=2.5) as client:
+    with child("serve", listen, "5") as sender, fetching() as client:
         address = said(sender)
         sink = Sink(client, job_of(10, address=address)).open()
         sink.wait_delivered(5)
+        receiver = client._receivers[address]
+        heard = receiver._heard_at
+        wait_until(lambda: receiver._heard_at > heard)  # it has no block to send, and yet is heard of
         sender.send_signal(signal.SIGSTOP)
+
+        def is_given_up() -> bool:
+            receiver._heard_at -= 1.0
+            return sink.reason is not None
+
+        wait_until(is_given_up)
         assert "silent" in sink.wait()
 
 
 def test_a_sender_that_is_alive_and_sends_nothing_is_given_up(listen: str) -> None:
     handler = Prefill(limit=5)
-    with serving(listen, handler) as server, fetching(stall_s=0.3) as client:
-        sink = Sink(client, job_of(10, address=server.address)).open()
+    with serving(listen, handler) as server, fetching() as client:
+        job = job_of(10, address=server.address)
+        sink = Sink(client, job).open()
+        sink.wait_delivered(5)
+        client._receivers[server.address]._jobs[job.job_id].heard_at -= 1000.0
         assert "sent no block" in sink.wait()
-        assert len(sink.delivered) == 5
         handler.wait(lambda handler: len(handler.cancelled) == 1)
 
 
@@ -176,14 +187,18 @@ def test_a_receiver_that_uses_nothing_loses_its_lease(listen: str) -> None:
 
 def test_a_receiver_that_stops_reading_loses_its_connection(listen: str) -> None:
     handler = Prefill()
-    with (
-        serving(listen, handler, lease_s=0.5) as server,
-        child("fetch", server.address, str(3 * WINDOW)) as receiver,
-    ):
+    with serving(listen, handler) as server, child("fetch", server.address, str(3 * WINDOW)) as receiver:
         assert said(receiver) == "delivered"
         receiver.send_signal(signal.SIGSTOP)
-        handler.wait(lambda handler: len(handler.cancelled) == 1)
-        wait_until(lambda: not server._senders or not next(iter(server._senders.values()))._streams)
+
+        def is_cancelled() -> bool:
+            for sender in list(server._senders.values()):
+                sender._progress_at -= 10.0
+                for stream in list(sender._streams.values()):
+                    stream.credit_at -= 10.0
+            return len(handler.cancelled) == 1
+
+        wait_until(is_cancelled)
 
 
 def test_nobody_answers_at_the_address() -> None:
