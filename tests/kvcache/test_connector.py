@@ -19,6 +19,7 @@ from tests.kvcache.transfers import (
     BLOCK_BYTES,
     FORMAT,
     ROOT,
+    WAIT_S,
     Prefill,
     Sink,
     job_of,
@@ -205,17 +206,24 @@ def test_cancel_reaches_the_engine(
     client.cancel("never opened")
 
 
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
 def test_cancel_never_overtakes_its_job(
     server: ConnectorServer, client: ConnectorClient, prefill: Prefill
 ) -> None:
     """The first is cancelled before there is a connection."""
     prefill.limit = 0
-    for seed in range(20):
+    for seed in range(3):
         job = job_of(3, seed=seed, address=server.address)
+        release = threading.Event()
+        client._io.post(lambda: assert_set(release))  # so that both are there at once
         sink = Sink(client, job).open()
         client.cancel(job.job_id)
+        release.set()
         assert sink.wait() == "cancelled"
-    prefill.wait(lambda prefill: len(prefill.cancelled) == 20)
+    prefill.wait(lambda prefill: len(prefill.cancelled) == 3)
     assert prefill.cancelled == list(prefill.jobs)
 
 
