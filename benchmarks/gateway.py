@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.child import niced
 from benchmarks.gateway_rows import Sample, rows
 from benchmarks.gateway_sides import (
     HARNESS_CORE,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--seconds", type=float, default=6.0, help="measured seconds a run (default: 6)")
     parser.add_argument("--warmup", type=float, default=2.0, help="seconds before that (default: 2)")
+    parser.add_argument("--nice", type=int, default=0, help="niceness of what is measured (below 0: root)")
     parser.add_argument("--sides", nargs="+", choices=names, default=names, help="only these")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS), help="only these")
 
@@ -54,6 +56,7 @@ class Bench:
     programs: dict[str, Path]
     seconds: float
     warmup: float
+    nice: int
 
     def load(self, ports: list[int]) -> dict[str, float]:
         command = [
@@ -62,7 +65,14 @@ class Bench:
             *map(str, ports),
         ]
         limit = self.seconds + self.warmup + 30
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=True)
+        done = subprocess.run(
+            niced(command, self.nice),
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=True,
+        )
         figures: dict[str, float] = json.loads(done.stdout)
         return figures
 
@@ -87,7 +97,7 @@ class Bench:
 def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str, ...]]:
     if arguments.rounds < 1:
         raise UsageError("--rounds must be at least 1")
-    bench = Bench(build_harness(), arguments.seconds, arguments.warmup)
+    bench = Bench(build_harness(), arguments.seconds, arguments.warmup, arguments.nice)
     sides = [side for side in SIDES if side.name in arguments.sides]
     for side in [side for side in sides if not side.installed()]:
         print(f"{side.name} is not installed (scripts/bench install-peers): left out", file=sys.stderr)
@@ -100,6 +110,8 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     recipe["workload"] = (
         f"{NUM_CLIENTS} clients, 4 backends, {NUM_TOKENS} chunks, 2.2 KB prompts in 16 groups"
     )
+    if arguments.nice:
+        recipe["niceness"] = str(arguments.nice)
     recipe["method"] = (
         f"gateway alone on one core, harness on another; {arguments.rounds} interleaved rounds of"
         f" {arguments.warmup:g} + {arguments.seconds:g} s; medians, spread between rounds"
@@ -122,13 +134,17 @@ def _measure(
     """All sides at one load, started once and measured in turn, round after round."""
     itl_us = LOADS[name]
     with ExitStack() as stack:
-        text, urls = stack.enter_context(backends(bench.programs["backend"], itl_us, NUM_TOKENS, scratch))
-        token, sockets = stack.enter_context(replicas(bench.programs["replica"], itl_us, NUM_TOKENS, scratch))
+        text, urls = stack.enter_context(
+            backends(bench.programs["backend"], itl_us, NUM_TOKENS, scratch, bench.nice)
+        )
+        token, sockets = stack.enter_context(
+            replicas(bench.programs["replica"], itl_us, NUM_TOKENS, scratch, bench.nice)
+        )
         running = {}
         for side in sides:
             try:
                 targets = urls if side.mode == "text" else sockets
-                running[side] = stack.enter_context(gateway(side, targets, scratch))
+                running[side] = stack.enter_context(gateway(side, targets, scratch, bench.nice))
             except EngineError as error:
                 print(f"{side.name}: {error.message}", file=sys.stderr)
         direct = [int(url.rpartition(":")[2]) for url in urls]

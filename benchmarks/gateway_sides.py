@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from benchmarks.child import niced
 from benchmarks.peers import cache_root, peers_root
 from headrace.core.errors import EngineError, UsageError
 
@@ -92,12 +93,12 @@ SIDES = (
 class Running:
     """A process of ours on one core, with whatever it started; its CPU time in seconds."""
 
-    def __init__(self, command: list[str], core: int, log: Path) -> None:
+    def __init__(self, command: list[str], core: int, log: Path, nice: int) -> None:
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                ["taskset", "-c", str(core), *command],
+                niced(["taskset", "-c", str(core), *command], nice),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -165,12 +166,12 @@ def build_harness() -> dict[str, Path]:
 
 @contextmanager
 def backends(
-    program: Path, itl_us: int, num_tokens: int, scratch: Path
+    program: Path, itl_us: int, num_tokens: int, scratch: Path, nice: int = 0
 ) -> Iterator[tuple[Running, list[str]]]:
     """Mock OpenAI backends and their base URLs."""
     ports = [free_port() for _ in range(NUM_BACKENDS)]
     command = [str(program), str(itl_us), str(num_tokens), *map(str, ports)]
-    running = Running(command, HARNESS_CORE, scratch / "backend.log")
+    running = Running(command, HARNESS_CORE, scratch / "backend.log", nice)
     try:
         for port in ports:
             _wait(running, f"http://127.0.0.1:{port}/v1/models")
@@ -181,7 +182,7 @@ def backends(
 
 @contextmanager
 def replicas(
-    program: Path, itl_us: int, num_tokens: int, scratch: Path
+    program: Path, itl_us: int, num_tokens: int, scratch: Path, nice: int = 0
 ) -> Iterator[tuple[Running, list[str]]]:
     """Mock replicas of our own wire and their socket paths."""
     from benchmarks.sides.token_gateway import first_token_id, write_hello
@@ -191,7 +192,7 @@ def replicas(
     for index, path in enumerate(hellos):
         write_hello(path, f"mock-{index}", MODEL)
     command = [str(program), str(itl_us), str(num_tokens), str(first_token_id(num_tokens)), *map(str, hellos)]
-    running = Running(command, HARNESS_CORE, scratch / "replica.log")
+    running = Running(command, HARNESS_CORE, scratch / "replica.log", nice)
     sockets = [f"{path}.sock" for path in hellos]
     try:
         deadline = time.monotonic() + 10
@@ -206,11 +207,13 @@ def replicas(
 
 
 @contextmanager
-def gateway(side: Side, targets: Sequence[str], scratch: Path) -> Iterator[tuple[Running, int]]:
+def gateway(
+    side: Side, targets: Sequence[str], scratch: Path, nice: int = 0
+) -> Iterator[tuple[Running, int]]:
     """The side's gateway in front of ``targets``, answering chat requests; EngineError if it does not."""
     port = free_port()
     log = scratch / f"{side.name.replace(' ', '-')}.log"
-    running = Running(side.command(port, targets, scratch), GATEWAY_CORE, log)
+    running = Running(side.command(port, targets, scratch), GATEWAY_CORE, log, nice)
     try:
         _wait(running, f"http://127.0.0.1:{port}/v1/chat/completions", body=_QUESTION)
         yield running, port

@@ -144,17 +144,21 @@ int main(int argc, char **argv) {
     gaps.values = malloc(sizeof(float) * MAX_FIGURES);
     epoll_fd = epoll_create1(0);
     Client *clients = calloc(num_clients, sizeof *clients);
-    for (int i = 0; i < num_clients; i++) {
-        clients[i].port = atoi(argv[7 + i % num_ports]);
-        if (dial(&clients[i])) {
-            live++;
-            post(&clients[i]);
-        }
-    }
+    // Clients begin one by one over the first half of the warm-up: begun at once they would ask at once for
+    // ever, as all answers take the same time.
+    double start = now(), pause = atof(argv[2]) / 2 / num_clients;
+    int num_begun = 0;
     static char data[BUFFER + 1];
-    while (live > 0 && now() < end + 10 && num_errors < MAX_ERRORS) {
+    while ((live > 0 || num_begun < num_clients) && now() < end + 10 && num_errors < MAX_ERRORS) {
+        while (num_begun < num_clients && now() >= start + num_begun * pause) {
+            Client *client = &clients[num_begun];
+            client->port = atoi(argv[7 + num_begun++ % num_ports]);
+            if (!dial(client)) continue;
+            live++;
+            post(client);
+        }
         struct epoll_event events[128];
-        int count = epoll_wait(epoll_fd, events, 128, 200);
+        int count = epoll_wait(epoll_fd, events, 128, num_begun < num_clients ? 1 : 200);
         for (int i = 0; i < count; i++) {
             Client *client = events[i].data.ptr;
             int length = recv(client->socket, data, BUFFER, 0);

@@ -80,8 +80,9 @@ def items(sequence: FileValue, what: str) -> list[FileValue]:
             f"{sequence.where}: {what} needs a list, found {_shown(document)}",
             hint="begin each item with `- `, one a line",
         )
+    lines = document.lc.data or {}  # empty for a list with a tag
     return [
-        FileValue(_plain(value), sequence.path, document.lc.item(index)[0] + 1)
+        FileValue(_plain(value), sequence.path, lines[index][0] + 1 if index in lines else sequence.line)
         for index, value in enumerate(document)
     ]
 

@@ -45,6 +45,7 @@ TAIL_READS = 4
 TAIL_BYTES = 2048
 """Of the last reads of an answer, where its usage and finish reason are found."""
 
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-session-id"})
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
@@ -172,7 +173,7 @@ class _Relay:
         self._response_headers: Headers = []
         self._held: list[bytes] = []  # an answer that is sent as a whole
         self._held_bytes = 0
-        self._rest = b""  # an event that is not complete
+        self._rest = bytearray()  # an event that is not complete
         self._first = True
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self._num_events = 0
@@ -233,20 +234,20 @@ class _Relay:
             self._hold(data)
             return
         # Whole events only: a server that dies inside one leaves no half of it with the caller.
-        if self._rest:
-            data = self._rest + data
-            self._rest = b""
-        if not data.endswith(b"\n\n") and not data.endswith(b"\r\n\r\n"):
-            end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-            if end < 4:
-                end = 0
-            self._rest = data[end:]
-            data = data[:end]
-            if len(self._rest) > MAX_EVENT_BYTES:
-                self._break(EngineError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes"))
+        rest = self._rest
+        if rest or not data.endswith(_EVENT_ENDS):
+            # No event ends in what is held, so that only its seam with what is new is looked at again.
+            seam = bytes(rest[-3:])
+            recent = seam + data
+            ends = [at + len(mark) for mark in _EVENT_ENDS if (at := recent.rfind(mark)) >= 0]
+            if not ends:
+                rest += data
+                if len(rest) > MAX_EVENT_BYTES:
+                    self._refuse(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
                 return
-            if not data:
-                return
+            end = max(ends)
+            data = bytes(rest[: len(rest) - len(seam)]) + recent[:end]
+            self._rest = bytearray(recent[end:])
         now = time.perf_counter()
         if self._first:
             self._begin(now)
@@ -264,8 +265,9 @@ class _Relay:
             return
         if self._first:
             self._begin(time.perf_counter())
-        self._tail.append(self._rest)
-        exchange.send_raw(self._rest, last=True)
+        rest = bytes(self._rest)
+        self._tail.append(rest)
+        exchange.send_raw(rest, last=True)
         self._finish("finished")
 
     def on_failed(self, failure: HTTPFailure) -> None:
@@ -294,11 +296,7 @@ class _Relay:
         self._held.append(data)
         self._held_bytes += len(data)
         if self._held_bytes > MAX_HELD_BYTES:
-            self._give_back(
-                ServerFault(
-                    EngineError(f"the server's answer has more than {MAX_HELD_BYTES} bytes"), "replica_fault"
-                )
-            )
+            self._refuse(f"the server's answer has more than {MAX_HELD_BYTES} bytes")
 
     def _send_whole(self) -> None:
         """An answer that does not stream: as it is, unless it is the server's own failure."""
@@ -335,6 +333,14 @@ class _Relay:
         found = _FINISH_REASON.findall(tail)
         metrics.finished["length" if found and found[-1] == b"length" else "stop"] += 1
         self._end(outcome, generated)
+
+    def _refuse(self, what: str) -> None:
+        """The server's answer is not one that can go on."""
+        error = EngineError(what)
+        if self._exchange.started:
+            self._break(error)
+        else:
+            self._give_back(ServerFault(error, "replica_fault"))
 
     def _give_back(self, fault: ServerFault) -> None:
         """Nothing was sent yet: the flight tries elsewhere, or ends with ``on_error``."""

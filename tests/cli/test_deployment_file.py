@@ -132,6 +132,7 @@ def test_yaml_merges_keep_their_meaning(tmp_path: Path) -> None:
     [
         ("models: 3\n", 1, "needs a list", "- "),
         ("models: []\n", 1, "at least one", ""),
+        ("port: 1\nmodels: !!python/object/apply:os.system [id]\n", 2, "needs keys", ""),
         ("models:\n- smollm2\n", 2, "needs keys", ""),
         ("models:\n- replicas: 1\n", 2, "needs `model:`", ""),
         ("models:\n- model: m\n  replica: 1\n", 3, "unknown key 'replica'", "did you mean replicas?"),

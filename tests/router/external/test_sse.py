@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from headrace.router.external.sse import MAX_EVENT_BYTES, EventTooLargeError, SSEReader
@@ -24,3 +26,21 @@ def test_an_event_without_end_is_refused():
     with pytest.raises(EventTooLargeError):
         for _ in range(MAX_EVENT_BYTES // 2**20 + 1):
             reader.feed(b"x" * 2**20)
+
+
+def test_an_event_of_endless_lines_is_refused():
+    reader = SSEReader()
+    with pytest.raises(EventTooLargeError):
+        for _ in range(MAX_EVENT_BYTES // 2**20 + 1):
+            reader.feed(b"data: " + b"x" * 2**20 + b"\n")
+
+
+def test_a_long_event_in_many_pieces_costs_no_more_than_its_length():
+    reader = SSEReader()
+    began = time.process_time()
+    assert reader.feed(b"data: ") == []
+    for _ in range(12_000):
+        assert reader.feed(b"x" * 1024) == []
+    (event,) = reader.feed(b"\n\n")
+    assert len(event) == 12_000 * 1024
+    assert time.process_time() - began < 2.0

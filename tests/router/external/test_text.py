@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 
@@ -167,6 +168,66 @@ async def test_a_dying_server(front, servers, die, half_event):
         assert first.events[-1]["error"]["type"] == "service_unavailable"
         assert "[DONE]" not in first.events
     assert front.num_leases() == 0
+
+
+def send_pieces(server, *, ending: bytes, num_pieces: int, piece_bytes: int, begun: bool = False) -> None:
+    """The server streams one long event in pieces."""
+
+    async def answer(exchange: Exchange) -> None:
+        exchange.start_stream()
+        if begun:
+            exchange.event({"choices": [{"delta": {"content": "a"}}]})
+        exchange.chunk(b'data: {"x": "')
+        for _ in range(num_pieces):
+            if exchange.gone.is_set():
+                return
+            exchange.chunk(b"x" * piece_bytes)
+            await exchange._writer.drain()
+            await asyncio.sleep(0)
+        for byte in ending:  # a cut at every place of it
+            exchange.chunk(bytes([byte]))
+            await exchange._writer.drain()
+            await asyncio.sleep(0.002)
+        exchange.end_stream()
+
+    server.post("/v1/chat/completions", answer)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+async def test_a_long_event_in_many_pieces_costs_no_more_than_its_length(alone, end):
+    front, server = alone
+    send_pieces(server, ending=b'"}' + end, num_pieces=3000, piece_bytes=4096)
+    began = time.process_time()
+    answer = await front.ask(stream=True)
+    seconds = time.process_time() - began
+    long, done = answer.body.replace(end, b"\n\n").removesuffix(b"\n\n").split(b"\n\n")
+    assert len(json.loads(long[6:])["x"]) == 3000 * 4096 and done == b"data: [DONE]"
+    assert seconds < 5.0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_event_without_end_is_a_fault_of_the_server(front, servers, begun, monkeypatch):
+    """Before the first whole event another server answers; after it an event of our own is the last."""
+    monkeypatch.setattr(passthrough, "MAX_EVENT_BYTES", 100_000)
+    for server in servers[: 2 if begun else 1]:
+        send_pieces(server, ending=b"", num_pieces=1000, piece_bytes=1000, begun=begun)
+    answers = [await front.ask(stream=True) for _ in range(4)]
+    assert all(answer.status == 200 and answer.failure is None for answer in answers)
+    for answer in answers:
+        if begun:
+            assert answer.texts == ["a"] and "more than 100000 bytes" in answer.events[-1]["error"]["message"]
+        else:
+            assert answer.texts == ["b0", "b1", "b2", "b3"]
+    assert servers[0].asked
+    assert front.num_leases() == 0
+
+
+async def test_an_event_without_end_and_nowhere_else_to_go_is_an_error(alone, monkeypatch):
+    monkeypatch.setattr(passthrough, "MAX_EVENT_BYTES", 100_000)
+    front, server = alone
+    send_pieces(server, ending=b"", num_pieces=1000, piece_bytes=1000)
+    answer = await front.ask(stream=True)
+    assert answer.status == 500 and "more than 100000 bytes" in answer.error["message"]
 
 
 async def test_the_next_server_answers_where_the_first_died_before_its_first_event(front, servers):
