@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,7 @@ def test_cancel_never_overtakes_its_job(
     for seed in range(3):
         job = job_of(3, seed=seed, address=server.address)
         release = threading.Event()
-        client._io.post(lambda: assert_set(release))  # so that both are there at once
+        client._io.post(partial(assert_set, release))  # so that both are there at once
         sink = Sink(client, job).open()
         client.cancel(job.job_id)
         release.set()

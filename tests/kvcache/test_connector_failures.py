@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +281,7 @@ def test_nonsense_closes_that_connection_alone(listen: str, data: bytes) -> None
         sink.wait_delivered(3)
         with connect(server) as sock:
             sock.sendall(data)
-            if data.startswith(struct.pack("<I", 3)) or len(data) > 4:
+            with suppress(OSError):  # it may be closed already
                 sock.shutdown(socket.SHUT_WR)
             assert is_closed(sock)
         handler.limit = 9
