@@ -36,6 +36,9 @@ class Collector:
         self.tokens: list[int] = []
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
+    def on_started(self) -> None:
+        """It is with a replica; nothing here waits for that."""
+
     def on_outputs(self, outputs: list[Output]) -> None:
         for output in outputs:
             assert not self.end.done(), "output after the end"
