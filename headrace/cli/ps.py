@@ -62,7 +62,7 @@ def _print(status: FleetStatus) -> None:
         table.add_column(name, justify="left" if index < NUM_TEXT_COLUMNS else "right", overflow="fold")
     for replica in status.replicas:
         table.add_row(*cells(replica), style=None if replica.member.state == "ready" else "yellow")
-    console.print(table)
+    console.print(table if status.replicas else "no replicas")
     gateways = f", gateways: {', '.join(status.gateways)}" if status.gateways else ""
     console.print(
         f"policy {status.policy}, waiting in the router: {status.num_queued}{gateways}", markup=False
