@@ -1,4 +1,4 @@
-"""What `bench engine` measured, turned into rows with the bounds that issue 2 states."""
+"""What `bench engine` measured, turned into rows with the bounds that they are held to."""
 
 from __future__ import annotations
 

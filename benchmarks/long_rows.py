@@ -1,4 +1,4 @@
-"""What `bench long` measured, turned into rows with the bounds that issue 2 states."""
+"""What `bench long` measured, turned into rows with the bounds that they are held to."""
 
 from __future__ import annotations
 

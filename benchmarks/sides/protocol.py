@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-Steps = Callable[[], list[tuple[str, int]]]
-
 
 class Side(Protocol):
     """An engine that was loaded; ``weights_seconds`` is its loading of the weights alone."""

@@ -21,6 +21,7 @@ PREFIX = "HEADRACE_"
 # Read by the scripts, before there is a headrace to ask.
 NOT_KNOBS = {"HEADRACE_VENV", "HEADRACE_PYTHON"}
 LONG_HELP = "`headrace serve --help` lists what there is"
+HEAT_HELP = "warm: trades one figure for another, measure before and after; hot: changes memory or numerics"
 MAX_LISTED_KEYS = 20
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -70,10 +71,12 @@ def knobs_of(config: type[msgspec.Struct]) -> list[Knob]:
 
 def add_flags(parser: argparse.ArgumentParser, title: str, config: type[msgspec.Struct]) -> None:
     """One flag a knob; a flag that is not given leaves no trace in the namespace."""
+    parser.epilog = HEAT_HELP
     group = parser.add_argument_group(title)
     for knob in knobs_of(config):
         text = f"{knob.description} [{knob.variable}"
-        text += "" if knob.default in (None, [], False, True) else f"; default: {knob.default}"
+        if knob.default not in (None, []):
+            text += f"; default: {_shown(knob.default)}"
         text += "]" if knob.heat == "cold" else f"; {knob.heat}]"
         options: dict[str, Any] = {"dest": knob.name, "default": argparse.SUPPRESS}
         if knob.is_bool:
@@ -175,6 +178,10 @@ def _bare(annotated: Any) -> Any:
         bare = next(part for part in parts if part is not type(None))
         bare = typing.get_args(bare)[0] if hasattr(bare, "__metadata__") else bare
     return bare
+
+
+def _shown(default: Any) -> str:
+    return ("off", "on")[default] if isinstance(default, bool) else str(default)
 
 
 def _metavar(annotated: Any) -> str:

@@ -71,7 +71,10 @@ def _print(status: FleetStatus) -> None:
             made.add_row(*row(replica), style=None if replica.member.state == "ready" else "yellow")
         console.print(made)
 
-    table(COLUMNS, NUM_TEXT_COLUMNS, cells)
+    if status.replicas:
+        table(COLUMNS, NUM_TEXT_COLUMNS, cells)
+    else:
+        console.print("no replicas")
     if any(one.moves is not None or one.member.endpoint.role != "unified" for one in status.replicas):
         table(TIER_COLUMNS, NUM_TIER_TEXT_COLUMNS, tier_cells)
     gateways = f", gateways: {', '.join(status.gateways)}" if status.gateways else ""

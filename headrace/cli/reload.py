@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="MODEL|REPLICA",
-        help="a model, all of whose replicas follow one another, or one replica (default: the only model)",
+        help="a model, all of whose replicas follow one another, or one replica (default: every replica)",
     )
     add_port(parser)
 

@@ -56,7 +56,7 @@ async def run_server(settings: Settings, printer: Printer) -> None:
                 await front.start()
                 supervisor = Supervisor(
                     front.router,
-                    [_local(model) for model in models],
+                    [_local(model) for model in models if model.folder],
                     directory=directory,
                     grace_s=settings.gateway.shutdown_grace_s,
                     logs=settings.logs,

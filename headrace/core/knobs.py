@@ -53,7 +53,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_gib: Annotated[
         PositiveFloat | None,
         _knob(
-            "Memory for the KV cache; default: what max_num_seqs needs, within half of what is free.", "warm"
+            "Memory for the KV cache; default: what max_num_seqs needs, within half of what is free and, "
+            "on a CPU, 4 GiB.",
+            "warm",
         ),
     ] = None
     enable_prefix_caching: Annotated[

@@ -76,6 +76,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     limits: list[str] = []
 
 
+UNKNOWN_MODEL_LEN = 1 << 20
+"""Where a server does not say how long a context may be, it has to refuse by itself."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway must know to turn text into requests for a model; from a replica's Hello or probe.
 

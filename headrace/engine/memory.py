@@ -83,7 +83,7 @@ def size_kv_cache(
             "share of the free memory": share,
         }
         if not on_card:
-            limits["default limit"] = DEFAULT_KV_CAP_BYTES
+            limits[f"the default limit of {DEFAULT_KV_CAP_BYTES // GIB} GiB"] = DEFAULT_KV_CAP_BYTES
         source = min(limits, key=lambda name: limits[name])
         budget = limits[source]
         if budget < one_request <= free_bytes * _LARGEST_SHARE:

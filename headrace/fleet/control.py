@@ -137,10 +137,14 @@ class ControlServer:
             log.info("%s", line)
             report(line)
 
-        if isinstance(request, Scale):
-            line = await self._supervisor.scale(request.model, request.replicas, tell, request.role)
-        else:
-            line = await self._supervisor.reload(request.target, tell)
+        try:
+            if isinstance(request, Scale):
+                line = await self._supervisor.scale(request.model, request.replicas, tell, request.role)
+            else:
+                line = await self._supervisor.reload(request.target, tell)
+        except HeadraceError as error:
+            log.warning("%s failed: %s", type(request).__name__.lower(), error.message)
+            raise
         log.info("%s", line)
         return Done(line)
 

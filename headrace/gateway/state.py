@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.core.errors import NotFoundError, UnavailableError
 from headrace.core.knobs import GatewayConfig
-from headrace.core.routing import ModelInfo
+from headrace.core.routing import UNKNOWN_MODEL_LEN, ModelInfo
 from headrace.gateway.admission import Admission
 from headrace.gateway.auth import Keys
 from headrace.gateway.errors import decode_error
@@ -65,7 +65,9 @@ class ServedModel:
     def max_model_len(self) -> int:
         """Longest prompt plus output in tokens; 0 as long as no replica has said it."""
         info = self._dispatcher.info(self.model)
-        return info.max_model_len if info is not None else 0
+        if info is None or info.max_model_len == UNKNOWN_MODEL_LEN:
+            return 0
+        return info.max_model_len
 
     def has_root(self, root_identity: bytes) -> bool:
         """Whether identities computed from this root still fit."""
@@ -76,9 +78,9 @@ class ServedModel:
         """What its replicas say of it; UnavailableError while none is ready."""
         info = self._dispatcher.info(self.model)
         if info is None or not self._dispatcher.ready(self.model):
-            what = "still loading" if info is None else "being restarted"
+            what = "none has answered yet" if info is None else "all are down, or were taken away"
             raise UnavailableError(
-                f"no replica of {self.names[0]} is ready: they are {what}", hint="Try again soon; see /ready."
+                f"no replica of {self.names[0]} is ready: {what}", hint="Try again soon; see /ready."
             )
         return info
 
@@ -123,8 +125,9 @@ class Gateway:
             return self.models[0]
         served = self._by_name.get(name)
         if served is None:
+            known = [known for served in self.models for known in served.names]
             raise NotFoundError(
-                f"the model {name[:200]!r} is not served here; served: {', '.join(self._by_name)}",
+                f"the model {name[:200]!r} is not served here; served: {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )

@@ -109,8 +109,9 @@ class Dispatcher:
         return self._infos.get(model)
 
     def ready(self, model: str) -> bool:
-        """Whether a replica of the model takes requests now."""
-        return model in self._ready
+        """Whether a replica of the model takes requests now, or may: without its router nobody knows, and
+        requests wait for it."""
+        return model in self._ready or (model in self._infos and self.placer.is_away)
 
     def members(self) -> list[Member]:
         """The fleet as the router told it last."""

@@ -62,6 +62,10 @@ class FleetListener(Protocol):
 class Placer(Protocol):
     """The router as flights, the dispatcher and the supervisor see it. Only questions are awaited."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the router cannot be reached just now."""
+
     def place(self, route: Route, waiter: Waiter) -> None:
         """Asks for a lease on a replica. Unless refused, it ends with one ``release``."""
 
@@ -163,6 +167,10 @@ class LocalPlacer:
             await asyncio.wait(self._closing)
 
     # Requests
+
+    @property
+    def is_away(self) -> bool:
+        return False
 
     def place(self, route: Route, waiter: Waiter) -> None:
         """See Placer."""

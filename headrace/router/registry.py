@@ -305,7 +305,7 @@ class Replica:
             kv_cache_usage=now.kv_cache_usage,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
-            prefill_rate=rates.prefill_rate,
+            prefill_rate=rates.prefill_rate if rates.group.num_samples else 0.0,
             decode_rate=rates.decode_rate,
             ttft_s=self.ttft_s,
             predicted_ttft_s=self.predicted_ttft_s,

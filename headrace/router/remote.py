@@ -125,6 +125,10 @@ class RemotePlacer:
 
     # Requests
 
+    @property
+    def is_away(self) -> bool:
+        return self._link is None
+
     def place(self, route: Route, waiter: Waiter) -> None:
         """See Placer."""
         if len(self._waiting) >= self._config.max_queue:

@@ -32,6 +32,19 @@ def test_defaults() -> None:
     assert given.warnings == []
 
 
+def test_help_tells_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for shown in (
+        "HEADRACE_GATEWAYS; default: 1;",
+        "HEADRACE_ENABLE_PREFIX_CACHING; default: on;",
+        "HEADRACE_PORT; default: 8000]",
+        "hot: changes memory",
+    ):
+        assert shown in text
+
+
 def test_precedence(config_file: Path) -> None:
     file = ("--config", str(config_file))
     assert settings(*file).deployment.models[0].model == "from-file"
@@ -74,7 +87,7 @@ def test_bad_values_name_their_source(argv: list[str], environment: dict[str, st
         ("port: 1\nmax-num-seqs: many\n", ":2: max_num_seqs: "),
         ("- 1\n", "needs a mapping"),
         ("a: [", "not valid YAML"),
-        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: " + "[" * 1000, "nested too deeply"),
     ],
 )
 def test_bad_files_name_their_line(tmp_path: Path, text: str, message: str) -> None:

@@ -466,7 +466,7 @@ def test_mates_learn_from_each_other_and_strangers_do_not() -> None:
     add(router, "stranger", hardware="cpu")
     rates = {s.member.endpoint.replica_id: s.prefill_rate for s in router.status().replicas}
     assert rates["mate"] == pytest.approx(10_000, rel=0.1)
-    assert rates["stranger"] == 2_000
+    assert rates["stranger"] == 0, "nothing was measured"
 
 
 def test_models_and_members() -> None:

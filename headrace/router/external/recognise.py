@@ -6,12 +6,13 @@ then the server's own pages say the rest; a page that is missing costs what it w
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
 
 from headrace.core.errors import UnavailableError
-from headrace.core.routing import Capabilities, Endpoint, EngineKind
+from headrace.core.routing import UNKNOWN_MODEL_LEN, Capabilities, Endpoint, EngineKind
 from headrace.router.external import (
     llama_server,
     openai_text,
@@ -25,9 +26,6 @@ from headrace.router.external import (
 from headrace.router.external.http_client import HTTPClient, HTTPFailure
 from headrace.router.external.prometheus import Samples
 from headrace.router.kv_traits import PAIRING_KINDS
-
-UNKNOWN_MODEL_LEN = 1 << 20
-"""Where a server does not say how long a context may be, it has to refuse by itself."""
 
 TEXT_LIMIT = "text only: bodies pass through, and the server's tokenizer, template and defaults apply"
 NO_EVENTS_LIMIT = (
@@ -108,7 +106,7 @@ async def _model_card(client: HTTPClient, endpoint: Endpoint) -> ModelCard:
     if status in (401, 403):
         raise UnavailableError(
             f"{endpoint.address} refuses the key (status {status})",
-            hint="Name the environment variable that holds its key: worker_api_key_env or api_key_env.",
+            hint=_key_hint(endpoint.api_key_env),
         )
     if status in (404, 405) and wanted:
         return ModelCard(wanted)  # a hosted API without that page
@@ -137,6 +135,13 @@ async def _model_card(client: HTTPClient, endpoint: Endpoint) -> ModelCard:
             hint="Name it: remote_model of that replica in the deployment file.",
         )
     return cards[0]
+
+
+def _key_hint(variable: str) -> str:
+    if not variable:
+        return "Name the environment variable that holds its key: worker_api_key_env or api_key_env."
+    state = "set" if os.environ.get(variable) else "not set"
+    return f"Its key is taken from the environment variable {variable}, which is {state}."
 
 
 async def _guess(client: HTTPClient) -> EngineKind:

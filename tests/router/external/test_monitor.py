@@ -189,6 +189,17 @@ async def test_a_list_of_models_that_is_none(server, status, body, words):
         await look(server)
 
 
+async def test_a_refused_key_names_its_variable(server, monkeypatch):
+    async def models(exchange: Exchange) -> None:
+        exchange.reply({}, 401)
+
+    server.routes["/v1/models"] = models
+    monkeypatch.delenv("A_KEY", raising=False)
+    with pytest.raises(UnavailableError) as caught:
+        await look(server, api_key_env="A_KEY")
+    assert caught.value.hint == "Its key is taken from the environment variable A_KEY, which is not set."
+
+
 async def test_load_in_our_words(server, listener, watch):
     engines.vllm(server)
     watch(server)
