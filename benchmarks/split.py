@@ -2,8 +2,8 @@
 
     interval   one prompt beside the decodes, on the slowest unified setting and on the split
     screening  every unified setting and the split, one window each
-    final      the two unified settings with the shortest p99 gaps and the split, in turns, window by window
-    answers    the better one of the two and the split again, the prompts now with answers of some tokens
+    final      the best unified settings (``split_rows.finalists``) and the split, in turns, window by window
+    answers    the best of them and the split again, the prompts now with answers of some tokens
     moves      on the split: single prompts of several lengths, computed by the decode replica or moved
 
 Every window has a fresh server, the same streams and prompts at the same times (``split_load``). Replicas of
@@ -40,9 +40,9 @@ from benchmarks.split_load import (
     measure_window,
     random_prompt,
 )
-from benchmarks.split_rows import SplitRun, Targets, best_unified, rows_of, short, table
+from benchmarks.split_rows import SplitRun, Targets, best_unified, finalists, rows_of, short, table
 from headrace.bench.load import open_session
-from headrace.bench.metrics import DEFINITIONS, percentile
+from headrace.bench.metrics import DEFINITIONS
 from headrace.bench.recipe import base_recipe
 from headrace.bench.report import Report
 from headrace.bench.workload import text_of_length
@@ -54,7 +54,6 @@ MAX_MODEL_LEN = 8192
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 # The part of the time for which a slow side has a prompt in hand.
 LOAD = 0.8
-NUM_FINALISTS = 2
 WARM_UP_TOKENS = 1000
 
 
@@ -97,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--answer-tokens", type=int, default=16, help="of each prompt in the last phase")
     parser.add_argument("--screen-prompts", type=int, default=1, help="in a screening window (default: 1)")
-    parser.add_argument("--prompts", type=int, default=3, help="in a final window (default: 3)")
+    parser.add_argument("--prompts", type=int, default=2, help="in a final window (default: 2)")
     parser.add_argument("--repeats", type=int, default=2, help="final windows of each side (default: 2)")
     parser.add_argument(
         "--interval", type=float, metavar="SECONDS", help="between prompts; default: measured"
@@ -140,7 +139,8 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "and the split; so all sides are busy, and none is overloaded",
         "windows": f"{arguments.screen_prompts} prompts in screening; final: {arguments.prompts} prompts, "
         f"{arguments.repeats} windows a side in turns, gaps pooled, spread between windows",
-        "best unified": "the lowest p99 ITL of the final windows; both targets compare with that setting",
+        "compared with": "of each unified form the setting with the lowest p99 ITL, and of all settings "
+        "the one with the lowest p99 ITL of the time; each with its own TTFT",
         "load average after": f"{os.getloadavg()[0]:.1f}",
     }
     return Report(name="split", recipe=recipe, rows=rows_of(measured, targets)), (
@@ -148,6 +148,8 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "",
         *DEFINITIONS[:1],
         "ITL: every gap between consecutive pieces of text of the running decodes, while prompts arrive.",
+        "ITL of the time (itl_time_p99): each gap counts as long as it lasts; for 99 % of the time a running "
+        "decode is in a gap of at most so long.",
         f"Goodput: requests per second that met their target: of a stream, its own p99 gap at most "
         f"{arguments.gap_target_ms:g} ms; of a prompt, TTFT at most {arguments.ttft_target_s:g} s.",
         "Overlap: share of the time with a transfer open during which the prefill replica still computed.",
@@ -173,14 +175,14 @@ class _Bench:
             result.screening[side.name] = await self._window(
                 side, "screening", arguments.screen_prompts, interval
             )
-        by_gap = sorted(unified, key=lambda side: percentile(result.screening[side.name].gaps, 99))
-        finalists = [self._split, *by_gap[:NUM_FINALISTS]]
+        chosen = finalists(result.screening, self._split.name)
+        sides = [self._split, *(side for side in unified if side.name in chosen)]
         for repeat in range(arguments.repeats):
-            for side in finalists if repeat % 2 == 0 else reversed(finalists):
+            for side in sides if repeat % 2 == 0 else reversed(sides):
                 window = await self._window(side, f"final {repeat}", arguments.prompts, interval)
                 result.final.setdefault(side.name, []).append(window)
         best = best_unified(result)
-        for side in (self._split, *(each for each in finalists if each.name == best)):
+        for side in (self._split, *(each for each in unified if each.name == best)):
             result.answers[side.name] = await self._window(
                 side, "answers", arguments.prompts, interval, arguments.answer_tokens
             )
