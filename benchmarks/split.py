@@ -2,8 +2,8 @@
 
     interval   one prompt beside the decodes, on the slowest unified setting and on the split
     screening  every unified setting and the split, one window each
-    final      the two unified settings with the shortest p99 gaps and the split, in turns, window by window
-    answers    the better one of the two and the split again, the prompts now with answers of some tokens
+    final      the best unified settings (``split_rows.finalists``) and the split, in turns, window by window
+    answers    the best of them and the split again, the prompts now with answers of some tokens
     moves      on the split: single prompts of several lengths, computed by the decode replica or moved
 
 Every window has a fresh server, the same streams and prompts at the same times (``split_load``). Replicas of
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 from collections.abc import AsyncIterator
@@ -26,7 +27,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from benchmarks import served
+from benchmarks import peers, served
 from benchmarks.child import Server
 from benchmarks.served import Replica, say
 from benchmarks.split_break_even import BreakEven, measure_break_even
@@ -40,12 +41,12 @@ from benchmarks.split_load import (
     measure_window,
     random_prompt,
 )
-from benchmarks.split_rows import SplitRun, Targets, best_unified, rows_of, short, table
+from benchmarks.split_rows import SplitRun, Targets, best_unified, finalists, rows_of, short, table
 from headrace.bench.load import open_session
-from headrace.bench.metrics import DEFINITIONS, percentile
+from headrace.bench.metrics import DEFINITIONS
 from headrace.bench.recipe import base_recipe
 from headrace.bench.report import Report
-from headrace.bench.workload import text_of_length
+from headrace.bench.workload import paragraphs
 from headrace.core.errors import UsageError
 from headrace.core.messages import Moves
 
@@ -54,7 +55,6 @@ MAX_MODEL_LEN = 8192
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 # The part of the time for which a slow side has a prompt in hand.
 LOAD = 0.8
-NUM_FINALISTS = 2
 WARM_UP_TOKENS = 1000
 
 
@@ -62,24 +62,30 @@ Part = TypeVar("Part")
 
 
 class Side(msgspec.Struct, frozen=True):
-    """``form``: ``1x2`` and ``2x1`` are unified replicas × threads, ``split`` is prefill and decode."""
+    """``form``: ``1x2`` and ``2x1`` are unified replicas × threads, ``split`` is prefill and decode, each
+    with a chunk of its own."""
 
     form: str
     chunk: int
+    decode_chunk: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.form}.{self.chunk}"
+        return f"{self.form}.{self.chunk}" + (f"+{self.decode_chunk}" if self.decode_chunk else "")
 
     @property
     def flags(self) -> list[str]:
-        flags = {
-            "1x2": ["--replicas", "1", "--threads", "2"],
-            "2x1": ["--replicas", "2", "--threads", "1"],
-            "split": ["--prefill", "1", "--decode", "1", "--threads", "1"],
-        }[self.form]
-        flags += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-gib", "1"]
-        return [MODEL, *flags, "--max-num-batched-tokens", str(self.chunk)]
+        """All but what says which replicas there are."""
+        memory = ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-gib", "1"]
+        return ["--dtype", "bfloat16", "--threads", str(self.threads), *memory]
+
+    def deployment(self) -> str:
+        """The deployment file: JSON, which is YAML."""
+        chunks = {"prefill": self.chunk, "decode": self.decode_chunk} if self.decode_chunk else {}
+        replicas: list[dict[str, object]] = [
+            {"role": role, "max_num_batched_tokens": chunk} for role, chunk in chunks.items()
+        ] or [{"max_num_batched_tokens": self.chunk}] * self.num_replicas
+        return json.dumps({"models": [{"model": MODEL, "replicas": replicas}]})
 
     @property
     def num_replicas(self) -> int:
@@ -93,11 +99,12 @@ class Side(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=list(CHUNKS), help="of the unified sides")
     parser.add_argument("--forms", nargs="+", choices=("1x2", "2x1"), default=["1x2", "2x1"])
-    parser.add_argument("--split-chunk", type=int, default=256, help="of the split's replicas (default: 256)")
+    parser.add_argument("--prefill-chunk", type=int, default=256, help="of the split (default: 256)")
+    parser.add_argument("--decode-chunk", type=int, default=16, help="of the split (default: 16)")
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--answer-tokens", type=int, default=16, help="of each prompt in the last phase")
     parser.add_argument("--screen-prompts", type=int, default=1, help="in a screening window (default: 1)")
-    parser.add_argument("--prompts", type=int, default=3, help="in a final window (default: 3)")
+    parser.add_argument("--prompts", type=int, default=2, help="in a final window (default: 2)")
     parser.add_argument("--repeats", type=int, default=2, help="final windows of each side (default: 2)")
     parser.add_argument(
         "--interval", type=float, metavar="SECONDS", help="between prompts; default: measured"
@@ -129,8 +136,9 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     recipe |= {
         "model": f"{MODEL}, bf16, over HTTP",
         "sides": "1x2: one unified replica of two threads; 2x1: two of one thread, each on its core; split: "
-        "a prefill and a decode replica of one thread, each on its core. The number after it is "
-        "--max-num-batched-tokens. Gateway and load generator run on the first core on every side",
+        "a prefill and a decode replica of one thread, each on its core. The numbers after it are "
+        "max_num_batched_tokens, of the split each replica's. Gateway and load generator run on the first "
+        "core on every side",
         "workload": f"{NUM_STREAMS} streams of {CONTEXT_TOKENS} + {OUTPUT_TOKENS} tokens, begun anew at "
         f"their end with {CONTEXT_TOKENS - 1} tokens cached; distinct prompts of {length:,} tokens, "
         f"one every {interval:.1f} s, which ask for one token (answers: for {arguments.answer_tokens})",
@@ -140,7 +148,8 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "and the split; so all sides are busy, and none is overloaded",
         "windows": f"{arguments.screen_prompts} prompts in screening; final: {arguments.prompts} prompts, "
         f"{arguments.repeats} windows a side in turns, gaps pooled, spread between windows",
-        "best unified": "the lowest p99 ITL of the final windows; both targets compare with that setting",
+        "compared with": "of each unified form the setting with the lowest p99 ITL, and of all settings "
+        "the one with the lowest p99 ITL of the time; each with its own TTFT",
         "load average after": f"{os.getloadavg()[0]:.1f}",
     }
     return Report(name="split", recipe=recipe, rows=rows_of(measured, targets)), (
@@ -148,6 +157,8 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "",
         *DEFINITIONS[:1],
         "ITL: every gap between consecutive pieces of text of the running decodes, while prompts arrive.",
+        "ITL of the time (itl_time_p99): each gap counts as long as it lasts; for 99 % of the time a running "
+        "decode is in a gap of at most so long.",
         f"Goodput: requests per second that met their target: of a stream, its own p99 gap at most "
         f"{arguments.gap_target_ms:g} ms; of a prompt, TTFT at most {arguments.ttft_target_s:g} s.",
         "Overlap: share of the time with a transfer open during which the prefill replica still computed.",
@@ -159,7 +170,7 @@ class _Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._split = Side("split", arguments.split_chunk)
+        self._split = Side("split", arguments.prefill_chunk, arguments.decode_chunk)
         self._cores = sorted(os.sched_getaffinity(0))[:2]
         self._state = _State(arguments.state)
         self._stream_prompts = _stream_prompts()
@@ -173,14 +184,14 @@ class _Bench:
             result.screening[side.name] = await self._window(
                 side, "screening", arguments.screen_prompts, interval
             )
-        by_gap = sorted(unified, key=lambda side: percentile(result.screening[side.name].gaps, 99))
-        finalists = [self._split, *by_gap[:NUM_FINALISTS]]
+        chosen = finalists(result.screening, self._split.name)
+        sides = [self._split, *(side for side in unified if side.name in chosen)]
         for repeat in range(arguments.repeats):
-            for side in finalists if repeat % 2 == 0 else reversed(finalists):
+            for side in sides if repeat % 2 == 0 else reversed(sides):
                 window = await self._window(side, f"final {repeat}", arguments.prompts, interval)
                 result.final.setdefault(side.name, []).append(window)
         best = best_unified(result)
-        for side in (self._split, *(each for each in finalists if each.name == best)):
+        for side in (self._split, *(each for each in unified if each.name == best)):
             result.answers[side.name] = await self._window(
                 side, "answers", arguments.prompts, interval, arguments.answer_tokens
             )
@@ -259,9 +270,12 @@ class _Bench:
     ) -> AsyncIterator[tuple[Server, aiohttp.ClientSession, list[Replica]]]:
         """A fresh server with its processes in their places, and a client's session."""
         os.sched_setaffinity(0, self._cores)  # what is started inherits it
+        deployment = peers.cache_root() / "bench" / "logs" / f"split-{side.name}.yaml"
+        deployment.parent.mkdir(parents=True, exist_ok=True)
+        deployment.write_text(side.deployment())
         server = await asyncio.to_thread(
             served.start,
-            side.flags,
+            ["--config", str(deployment), *side.flags],
             threads=side.threads,
             name=f"split-{side.name}",
             nice=self._arguments.nice,
@@ -322,15 +336,18 @@ def _of_role(found: list[Replica], role: str) -> Replica:
 
 
 def _stream_prompts() -> list[list[int]]:
-    """Plain prose for each stream, so that nearly every token of its answer is a piece of text."""
+    """Plain prose for each stream, which the model goes on with in plain prose: nearly every token of its
+    answer is a piece of text, so that a gap is a token's."""
     from headrace.models.resolve import resolve_model
     from headrace.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(resolve_model(MODEL).folder)
-    rng = random.Random(1)
+    prose = (text for text in paragraphs(random.Random(1)) if text.isascii() and "`" not in text)
     prompts = []
     for _ in range(NUM_STREAMS):
-        text = text_of_length(rng, 4 * CONTEXT_TOKENS, lambda piece: len(tokenizer.encode(piece)))
-        prompts.append(list(tokenizer.encode(text))[:CONTEXT_TOKENS])
+        tokens: list[int] = []
+        while len(tokens) < CONTEXT_TOKENS:
+            tokens += tokenizer.encode(next(prose))
+        prompts.append(tokens[:CONTEXT_TOKENS])
     tokenizer.close()
     return prompts

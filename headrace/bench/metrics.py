@@ -77,6 +77,20 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
+def time_percentile(gaps: Sequence[float], q: float) -> float:
+    """The gap that ``q`` percent of the time lies in gaps of at most; NaN of nothing.
+
+    A stream that stands still has few gaps, so a share of all gaps is blind to what it suffers. Here each gap
+    counts as long as it lasts, as it does for who waits ("coordinated omission", Gil Tene).
+    """
+    beyond = sum(gaps) * (1.0 - q / 100.0)
+    for gap in sorted(gaps, reverse=True):
+        beyond -= gap
+        if beyond < 0:
+            return gap
+    return min(gaps, default=math.nan)
+
+
 def median(values: Sequence[float]) -> float:
     return percentile(values, 50.0)
 

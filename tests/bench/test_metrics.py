@@ -20,6 +20,7 @@ from headrace.bench.metrics import (
     output_throughput,
     percentile,
     summarise,
+    time_percentile,
 )
 
 FINITE = st.floats(min_value=-1e6, max_value=1e6, allow_nan=False)
@@ -37,7 +38,27 @@ def test_median_and_spread(values: list[float]) -> None:
     assert interquartile_range(values) == pytest.approx(quartiles[1] - quartiles[0], rel=1e-9, abs=1e-6)
 
 
+def test_a_stall_counts_as_long_as_it_lasts() -> None:
+    gaps = [0.01] * 990 + [5.0, 5.0]
+    assert percentile(gaps, 99) == 0.01  # two of a thousand
+    assert time_percentile(gaps, 99) == 5.0  # half of the time
+    assert time_percentile(gaps, 49) == 0.01
+    assert time_percentile([0.1] * 99 + [0.11], 98) == 0.1
+
+
+@given(
+    st.lists(st.floats(min_value=0.001, max_value=100), min_size=1, max_size=60),
+    st.floats(min_value=0, max_value=99.9),
+)
+def test_time_percentile_leaves_little_time_beyond(gaps: list[float], q: float) -> None:
+    found = time_percentile(gaps, q)
+    beyond = sum(gap for gap in gaps if gap > found) / sum(gaps)
+    assert beyond <= 1 - q / 100 + 1e-9
+    assert sum(gap for gap in gaps if gap >= found) / sum(gaps) >= 1 - q / 100 - 1e-9
+
+
 def test_nothing_has_no_percentile() -> None:
+    assert math.isnan(time_percentile([], 99))
     assert math.isnan(percentile([], 50))
     assert summarise([math.nan]).count == 0
 
