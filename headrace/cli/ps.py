@@ -99,7 +99,7 @@ def cells(replica: ReplicaStatus) -> list[str]:
         str(replica.num_running) if load else UNKNOWN,
         f"{100 * replica.kv_cache_usage:.1f}" if load else UNKNOWN,
         _share(replica.prefix_cache_hits, replica.prefix_cache_queries),
-        f"{replica.prefill_rate:,.0f}" if replica.prefill_rate else UNKNOWN,
+        UNKNOWN if replica.prefill_rate is None else f"{replica.prefill_rate:,.0f}",
         _milliseconds(replica.predicted_ttft_s),
         _milliseconds(replica.ttft_s),
         str(replica.num_in_flight),
@@ -146,5 +146,5 @@ def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}" if whole else UNKNOWN
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f}" if seconds else UNKNOWN
+def _milliseconds(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{1000 * seconds:,.0f}"

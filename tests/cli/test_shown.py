@@ -58,6 +58,23 @@ def test_metrics_count_what_moved() -> None:
         assert any(all(word in each for word in words) for each in every), f"{name} is not in /metrics"
 
 
+def test_metrics_have_no_sample_of_what_was_not_measured() -> None:
+    plain = replica("u", "unified")
+    measured = msgspec.structs.replace(replica("v", "unified"), decode_rate=30.0, prefill_rate=900.0, ttft_s=0.1)
+    samples = {
+        (sample.name, sample.labels.get("replica")): sample.value
+        for family in fleet_families(fleet(plain, measured), {})
+        for sample in family.samples
+    }
+    for name, value in (
+        ("replica_decode_tokens_per_second", 30.0),
+        ("replica_prefill_tokens_per_second", 900.0),
+        ("replica_ttft_seconds", 0.1),
+    ):
+        assert samples[f"headrace_{name}", "v"] == value
+        assert (f"headrace_{name}", "u") not in samples
+
+
 DECISION = Decision(
     request_id="r",
     caller_id="c",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headrace.core.errors import UnavailableError
-from headrace.core.messages import CacheSnapshot, Stats
+from headrace.core.messages import CacheSnapshot, Stats, Timing
 from headrace.core.routing import Endpoint, Lease, Placement
 from headrace.router.breaker import FAULTS
 from headrace.router.registry import SUSPECT_S
@@ -429,6 +429,30 @@ def test_predictions_are_compared_with_what_came() -> None:
     assert status.num_placed == 30
 
 
+def test_a_continuation_teaches_what_was_computed_of_it() -> None:
+    """1,000 tokens of prompt and 1,500 of output are found in the cache; told as cached are those of the
+    prompt alone."""
+    router = make(1)
+    for i in range(30):
+        now = 3.0 * i
+        place(router, f"q{i}", tokens=3000, now=now, attempt=1)
+        router.began(f"q{i}", 0.26, 1000, now + 0.26, Timing(0.0, 0.25, 500))
+        release(router, f"q{i}", now=now + 1.0)
+    assert router.status().replicas[0].prefill_rate == pytest.approx(2000, rel=0.05)
+
+
+def test_nothing_is_told_before_it_was_measured() -> None:
+    router = make(1)
+    (status,) = router.status().replicas
+    told = (status.prefill_rate, status.decode_rate, status.ttft_s, status.predicted_ttft_s)
+    assert told == (None, None, None, None)
+    place(router, "q")
+    router.began("q", 0.5, 0, 0.5)
+    router.release("q", "finished", 1, 0.0, 0.5)
+    assert router.status().replicas[0].decode_rate is None, "one token tells no rate"
+    assert router.status().replicas[0].ttft_s == 0.5
+
+
 def test_time_spent_waiting_for_a_seat_is_not_taken_for_slowness() -> None:
     router = make(1)
     now = 0.0
@@ -466,7 +490,7 @@ def test_mates_learn_from_each_other_and_strangers_do_not() -> None:
     add(router, "stranger", hardware="cpu")
     rates = {s.member.endpoint.replica_id: s.prefill_rate for s in router.status().replicas}
     assert rates["mate"] == pytest.approx(10_000, rel=0.1)
-    assert rates["stranger"] == 0, "nothing was measured"
+    assert rates["stranger"] is None, "nothing was measured"
 
 
 def test_models_and_members() -> None:
