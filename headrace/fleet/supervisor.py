@@ -118,8 +118,8 @@ class _Managed:
 class Supervisor:
     """Owns every LocalReplica of one server. All calls happen in one event loop.
 
-    ``scale``, ``reload`` and ``drain`` run one after the other; each reports lines about what it does and
-    returns a last one. ``stop`` may come at any time and ends them. A process gets its share of cores and
+    ``scale`` and ``reload`` run one after the other; each reports lines about what it does and returns a last
+    one. ``stop`` may come at any time and ends them. A process gets its share of cores and
     memory as it starts: the share of the number there are then; a reload shares anew.
     """
 
@@ -205,15 +205,6 @@ class Supervisor:
                 await self._launch([place], len(self._managed))
                 await self._retire(old, report)
             return f"reloaded {_count(len(chosen), 'replica')}"
-
-    async def drain(self, replica_id: str, report: Report) -> str:
-        """Takes one replica away without failing a request."""
-        async with self._exclusive(report):
-            managed = self._managed.get(replica_id)
-            if managed is None:
-                raise NotFoundError(f"no replica {replica_id!r} runs here; there are {_names(self._managed)}")
-            await self._retire(managed, report)
-            return f"{replica_id} is gone"
 
     def kill(self, replica_id: str, pid: int) -> None:
         """Ends a process that does not answer any more, if it is still that replica's; it is replaced."""

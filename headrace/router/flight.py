@@ -216,7 +216,6 @@ class Flight:
             num_samples=len(self._samples),
             max_tokens=max_tokens,
             tier=request.tier,
-            tenant=request.tenant,
             session=request.session,
             deadline=request.deadline,
             attempt=self.attempt,

@@ -184,7 +184,7 @@ async def test_what_still_runs_after_the_grace_is_handed_over(
 ) -> None:
     await stack.supervisor.start()
     stack.supervisor._grace_s = 0.05
-    stack.registrar.in_flight["replica-0"] = 1
+    stack.registrar.in_flight["replica-1"] = 1
     set_endpoint = stack.registrar.set_endpoint
     handed_over: list[str] = []
 
@@ -197,10 +197,8 @@ async def test_what_still_runs_after_the_grace_is_handed_over(
             stack.registrar.in_flight.clear()
 
     monkeypatch.setattr(stack.registrar, "set_endpoint", hand_over)
-    assert await stack.supervisor.drain("replica-0", stack.report) == "replica-0 is gone"
-    assert handed_over == ["replica-0"] and "replica-0" not in stack.registrar.endpoints
-    with pytest.raises(NotFoundError, match="other-0"):
-        await stack.supervisor.drain("replica-0", stack.report)
+    await stack.supervisor.scale("m", 1, stack.report)
+    assert handed_over == ["replica-1"] and "replica-1" not in stack.registrar.endpoints
 
 
 async def test_a_reload_replaces_one_after_the_other(stack: Stack) -> None:
