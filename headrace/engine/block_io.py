@@ -29,6 +29,7 @@ class BlockIO:
             # keys and values of one tensor are one copy: keys come first in it
             joint = layer.joint_blocks
             stores += [joint] if joint is not None else [layer.key_blocks, layer.value_blocks]
+        self._dtypes = [store.dtype for store in stores]
         self._stores = [store.view(torch.uint8) for store in stores]  # (heads, num_blocks, bytes)
         self.block_bytes = sum(store.shape[0] * store.shape[2] for store in self._stores)
         self._arrays: list[Bytes] = []  # the same memory, where it is main memory
@@ -50,6 +51,20 @@ class BlockIO:
                 parts = [store[:, block].reshape(-1) for store in self._stores]
                 row[...] = torch.cat(parts).cpu().numpy()
         return payloads
+
+    def is_finite(self, payload: bytes | bytearray) -> bool:
+        """Whether every number in ``payload`` is: one that is not makes NaN of whoever reads the block."""
+        if isinstance(payload, bytes):
+            payload = bytearray(payload)  # torch wants memory that can be written to
+        start = 0
+        for store, dtype in zip(self._stores, self._dtypes, strict=True):
+            count = store.shape[0] * store.shape[2]
+            part = torch.frombuffer(payload, dtype=dtype, count=count // dtype.itemsize, offset=start)
+            # one pass: NaN and infinities stay in a sum, and blocks hold no numbers whose sum overflows
+            if dtype.is_floating_point and not bool(part.sum(dtype=torch.float32).isfinite()):
+                return False
+            start += count
+        return True
 
     def write(self, block: int, payload: bytes | bytearray) -> None:
         """Puts ``payload``, of ``block_bytes``, into a block that nobody reads."""
