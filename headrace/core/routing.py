@@ -289,11 +289,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``scaled_to_zero`` names models that have no replica; the server's own process adds it."""
+
     policy: str
     replicas: list[ReplicaStatus]
     models: list[ModelInfo]
     num_queued: int
     gateways: list[str] = []
+    scaled_to_zero: list[str] = []
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -146,6 +146,11 @@ class Supervisor:
         self._stopping = False
 
     @property
+    def model_names(self) -> list[str]:
+        """Models that can have replicas here, whether they have any now or not."""
+        return [model.name for model in self._models]
+
+    @property
     def hellos(self) -> dict[str, Hello]:
         """What each replica said of itself when its process was first ready."""
         return {name: managed.hello for name, managed in self._managed.items() if managed.hello is not None}
@@ -407,6 +412,11 @@ class Supervisor:
         """The model of that name; empty: the only one."""
         if not name and len(self._models) == 1:
             return self._models[0]
+        if not self._models:
+            raise NotFoundError(
+                "no model has replicas here: other servers answer for all of them",
+                hint="name a MODEL whose weights are on this machine: headrace serve MODEL --replicas 1",
+            )
         known = {alias: model for model in self._models for alias in model.deployment.names}
         if name in known:
             return known[name]

@@ -20,6 +20,7 @@ from headrace.gateway.fleet_metrics import fleet_families
 from headrace.gateway.metrics import Counters, ModelCounters, page, sums
 from headrace.gateway.outbox import Outbox
 from headrace.gateway.prompts import INLINE_BYTES, Prompts, TextPool
+from headrace.router.refusals import scaled_to_zero
 
 if TYPE_CHECKING:
     from headrace.router.dispatcher import Dispatcher
@@ -77,12 +78,13 @@ class ServedModel:
     def info(self) -> ModelInfo:
         """What its replicas say of it; UnavailableError while none is ready."""
         info = self._dispatcher.info(self.model)
-        if info is None or not self._dispatcher.ready(self.model):
-            what = "none has answered yet" if info is None else "all are down, or were taken away"
-            raise UnavailableError(
-                f"no replica of {self.names[0]} is ready: {what}", hint="Try again soon; see /ready."
-            )
-        return info
+        if info is not None and self._dispatcher.ready(self.model):
+            return info
+        name = self.names[0]
+        if info is not None and not self._dispatcher.has_members(self.model):
+            raise scaled_to_zero(name)
+        what = "none has answered yet" if info is None else "all are down"
+        raise UnavailableError(f"no replica of {name} is ready: {what}", hint="Try again soon; see /ready.")
 
 
 class Gateway:

@@ -269,6 +269,16 @@ async def test_what_is_not_there_is_refused_by_name(stack: Stack) -> None:
         await stack.supervisor.reload("x", stack.report)
 
 
+async def test_models_that_only_workers_serve_have_nothing_to_scale(tmp_path: Path) -> None:
+    with RuntimeDirectory(tmp_path) as directory:
+        subject = Supervisor(FakeRegistrar(), [], directory=directory, grace_s=1.0)
+        for name in ("", "m"):
+            with pytest.raises(NotFoundError, match="other servers answer for all of them") as caught:
+                await subject.scale(name, 1, lambda line: None)
+            assert "--replicas 1" in (caught.value.hint or "")
+        assert subject.model_names == []
+
+
 async def test_commands_wait_for_each_other(stack: Stack) -> None:
     await stack.supervisor.start()
     stack.registrar.in_flight["replica-1"] = 1

@@ -155,7 +155,7 @@ def test_text_is_matched_by_its_chunks() -> None:
 
 def test_no_replica_of_the_model() -> None:
     router = make(1)
-    with pytest.raises(UnavailableError, match="no replica of 'other'"):
+    with pytest.raises(UnavailableError, match="other has no replica: it is scaled to 0"):
         place(router, "q", model="other")
     router.remove_endpoint("r0", 0.0)
     with pytest.raises(UnavailableError):

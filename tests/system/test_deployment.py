@@ -99,7 +99,8 @@ def test_worker_urls_alone_take_the_name_from_the_worker() -> None:
         assert status == 200 and body["choices"][0]["message"]["content"] == "I live elsewhere."
         assert server.pids("headrace.replica") == []
         scaled = server.command("scale", "1")
-        assert scaled.returncode == 1 and "error: " in scaled.stderr and "Traceback" not in scaled.stderr
+        assert scaled.returncode == 1 and "Traceback" not in scaled.stderr
+        assert "error: no model has replicas here" in scaled.stderr and "hint: " in scaled.stderr
         assert chat(server, None)[0] == 200
 
 
