@@ -197,7 +197,22 @@ async def test_a_refused_key_names_its_variable(server, monkeypatch):
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(UnavailableError) as caught:
         await look(server, api_key_env="A_KEY")
-    assert caught.value.hint == "Its key is taken from the environment variable A_KEY, which is not set."
+    assert (caught.value.hint or "").startswith(
+        "Its key is taken from the environment variable A_KEY, which is not set (--worker-api-key-env"
+    )
+
+
+async def test_a_key_that_is_refused_later_is_told_like_one_at_first(server, listener, watch):
+    server.page("/v1/models", {"data": [{"id": "gpt-x", "owned_by": "somebody"}]})
+    watch(server)
+    await until(lambda: listener.ups)
+
+    async def refuse(exchange: Exchange) -> None:
+        exchange.reply({}, 403)
+
+    server.routes["/v1/models"] = refuse
+    await until(lambda: listener.downs)
+    assert "refuses the key (status 403)" in listener.downs[0] and "api_key_env" in listener.downs[0]
 
 
 async def test_load_in_our_words(server, listener, watch):
