@@ -45,9 +45,17 @@ class ServedModel:
     """
 
     def __init__(
-        self, model: str, names: Sequence[str], tokenizer: Tokenizer | None, dispatcher: Dispatcher
+        self,
+        model: str,
+        names: Sequence[str],
+        tokenizer: Tokenizer | None,
+        dispatcher: Dispatcher,
+        *,
+        source: str = "",
     ) -> None:
+        """``source`` is what it was loaded from, as the operator wrote it; empty: ``model``."""
         self.model = model
+        self.source = source or model
         self.names = list(names) or [model]
         self.tokenizer = tokenizer
         self.prompts = None if tokenizer is None else Prompts(tokenizer)
