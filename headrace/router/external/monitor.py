@@ -177,7 +177,7 @@ class ExternalMonitor:
                         await self._up(found)
                 if self._space != self._space_now(found):
                     await self._up(found)
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(min(poll_s, POLL_S) if misses else poll_s)  # soon known for what it is
 
     def _are_events_lost(self, found: Recognised, first: Stats, now: Stats) -> bool:
         """Whether it must have told of blocks since the first look, and nothing arrived."""

@@ -293,6 +293,28 @@ async def test_a_server_that_is_down_at_first_is_asked_until_it_is_there(server,
     await until(lambda: listener.ups)
 
 
+async def test_one_that_misses_a_question_is_asked_again_soon(server, listener, monkeypatch):
+    """And not after the quarter of a minute for which a hosted API is left alone."""
+    monkeypatch.setattr("headrace.router.external.monitor.POLL_S", 0.02)
+    asked = 0
+
+    async def once(exchange: Exchange) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            exchange.reply({"data": [{"id": "gpt-x", "owned_by": "somebody"}]})
+        else:
+            exchange.reset()
+
+    server.routes["/v1/models"] = once
+    endpoint = Endpoint(replica_id="w", model="m", address=server.url)
+    monitor = ExternalMonitor(endpoint, listener, log=LOG, poll_s=30.0, min_backoff_s=30.0)
+    monitor.start()
+    await until(lambda: listener.downs)
+    assert len(listener.ups) == 1 and asked >= 4
+    await monitor.close()
+
+
 async def test_a_server_that_goes_away_is_down_and_comes_back_as_another(server, listener, watch):
     engines.llama_server(server)
     server.page("/props", {})  # nothing that tells one process from the next
