@@ -86,7 +86,9 @@ def test_a_fault_soon_after_the_trial_opens_again_for_longer() -> None:
 def cool_down(breaker: Breaker, since: float) -> float:
     """Seconds until it lets one request try, which it does from then on."""
     waits = (2.0**power * COOL_DOWN_S for power in range(-1, 10))
-    return next(min(wait, MAX_COOL_DOWN_S) for wait in waits if breaker.allows(since + min(wait, MAX_COOL_DOWN_S)))
+    return next(
+        min(wait, MAX_COOL_DOWN_S) for wait in waits if breaker.allows(since + min(wait, MAX_COOL_DOWN_S))
+    )
 
 
 def test_cool_down_doubles_up_to_a_limit_and_shrinks_after_success() -> None:

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from headrace.gateway.receipt import text_receipt
 from headrace.core.routing import Placement
+from headrace.gateway.receipt import text_receipt
 from headrace.router.worker import TextPlacement
 from tests.router.external.front import CHAT, Front, finished, text_servers
 from tests.router.external.stand_in import Exchange, until
