@@ -16,8 +16,8 @@ from headrace.core.routing import FleetStatus, ReplicaStatus
 # A table that is piped somewhere is folded only where names are long.
 PIPE_WIDTH = 120
 WIDE_PIPE_WIDTH = 250
-# With --wide; otherwise queue and running share a column, both times another, and a breaker that is not closed
-# is told beside the state.
+# With --wide; otherwise queue and running share a column, both times another, and a breaker that is not
+# closed is told beside the state.
 WIDE_COLUMNS = (
     "replica",
     "model",

@@ -75,7 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.0
     kv_disk_path: Annotated[
-        str | None, _knob("Folder of those blocks; default: headrace/kv under the user's cache.", "cold", word="DIR")
+        str | None,
+        _knob("Folder of those blocks; default: headrace/kv under the user's cache.", "cold", word="DIR"),
     ] = None
     kv_connector: Annotated[
         Literal["auto", "shm", "tcp"],
@@ -176,13 +177,17 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     worker_urls: Annotated[
         list[str],
-        _knob("Base URL of an inference server to put behind the gateway; may be repeated.", "cold", word="URL"),
+        _knob(
+            "Base URL of an inference server to put behind the gateway; may be repeated.", "cold", word="URL"
+        ),
     ] = []
     overflow_urls: Annotated[
-        list[str], _knob("The same, used only while the others are full; may be repeated.", "cold", word="URL")
+        list[str],
+        _knob("The same, used only while the others are full; may be repeated.", "cold", word="URL"),
     ] = []
     worker_api_key_env: Annotated[
-        str | None, _knob("Environment variable that holds the key of those servers.", "cold", word="VARIABLE")
+        str | None,
+        _knob("Environment variable that holds the key of those servers.", "cold", word="VARIABLE"),
     ] = None
 
 

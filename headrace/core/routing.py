@@ -256,9 +256,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
-    absolute difference; None, as for rates: nothing was measured yet. ``num_rescued`` requests moved away from it in mid-stream. Of those placed here,
-    the prompts of ``num_split`` were computed by another replica, and of ``num_unsplit`` here although there
-    was one. Tokens, prefix hits, preemptions and ``moves`` are counted by its present process.
+    absolute difference; None, as for rates: nothing was measured yet. ``num_rescued`` requests moved away
+    from it in mid-stream. Of those placed here, the prompts of ``num_split`` were computed by another
+    replica, and of ``num_unsplit`` here although there was one. Tokens, prefix hits, preemptions and
+    ``moves`` are counted by its present process.
     """
 
     member: Member

@@ -141,10 +141,10 @@ class _Relay:
     """Carries one body to a server and its answer back. It is the TextSink of a flight and the receiver of
     the server's answer."""
 
-    __slots__ = ("_arrival", "_body", "_call", "_done", "_exchange", "_fields", "_first", "_first_at", "_flight",
-                 "_gateway", "_held", "_held_bytes", "_last_at", "_lease", "_metrics", "_num_events", "_placed",
-                 "_receipt_due", "_response_headers", "_rest", "_stall", "_status", "_streams", "_tail",
-                 "_worker", "on_done")  # fmt: skip
+    __slots__ = ("_arrival", "_body", "_call", "_done", "_exchange", "_fields", "_first", "_first_at",
+                 "_flight", "_gateway", "_held", "_held_bytes", "_last_at", "_lease", "_metrics",
+                 "_num_events", "_placed", "_receipt_due", "_response_headers", "_rest", "_stall", "_status",
+                 "_streams", "_tail", "_worker", "on_done")  # fmt: skip
 
     def __init__(
         self,
@@ -353,10 +353,10 @@ class _Relay:
     def _receipt_event(self, now: float) -> bytes:
         """The receipt in a chunk of its own, the last before DONE."""
         self._receipt_due = False
-        kind = "chat.completion.chunk" if self._exchange.path.endswith("/chat/completions") else "text_completion"
-        chunk = {
+        is_chat = self._exchange.path.endswith("/chat/completions")
+        chunk: dict[str, Any] = {
             "id": self._exchange.request_id.decode(),
-            "object": kind,
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": self._fields.model or "",
             "choices": [],

@@ -38,8 +38,8 @@ class _Reading:
 
 class DiskReader:
     """Threads that deliver into sinks. ``pending`` are payloads on their way to disk, by key;
-    ``header_of(block_id, parent)`` is what a block's header must say; ``wake`` tells of removals; a payload that
-    is not ``is_sound`` is as good as damaged."""
+    ``header_of(block_id, parent)`` is what a block's header must say; ``wake`` tells of removals; a payload
+    that is not ``is_sound`` is as good as damaged."""
 
     def __init__(
         self,

@@ -71,9 +71,9 @@ class DiskTier:
 
     ``block_bytes`` is every block's size, ``kv_format`` says what its bytes mean (files of another are
     foreign), ``limit_bytes`` bounds the folder over all processes that share it. ``wake`` is called from
-    the tier's threads when ``take_events`` has something, ``is_sound`` for each payload that was read: whether
-    it is of any use, as whoever wrote it may have been wrong. Raises UsageError where the folder cannot be
-    made or is open to others.
+    the tier's threads when ``take_events`` has something, ``is_sound`` for each payload that was read:
+    whether it is of any use, as whoever wrote it may have been wrong. Raises UsageError where the folder
+    cannot be made or is open to others.
     """
 
     def __init__(

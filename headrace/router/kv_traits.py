@@ -13,9 +13,9 @@ PAIRING_KINDS = ("vllm", "sglang")
 
 class KvTraits(NamedTuple):
     """``address``: where others fetch from it, empty: nowhere. Replicas of equal ``format`` can exchange
-    blocks, those of equal ``disk`` share a disk tier, and only those of equal ``host`` reach each other's Unix
-    sockets (empty: not told). ``block_bytes`` 0: not known, as for servers that are not ours. ``role`` empty:
-    as the endpoint says."""
+    blocks, those of equal ``disk`` share a disk tier, and only those of equal ``host`` reach each other's
+    Unix sockets (empty: not told). ``block_bytes`` 0: not known, as for servers that are not ours. ``role``
+    empty: as the endpoint says."""
 
     role: str = ""
     address: str = ""

@@ -262,7 +262,7 @@ class Router:
                 num_cached_tokens = max(num_cached_tokens, lease.placement.num_cached_tokens)
             num_tokens = lease.route.num_prompt_tokens
             computed = num_tokens - num_cached_tokens
-            if timing is not None:  # after a rescue output was found in the cache as well, or is of another length
+            if timing is not None:  # of a rescued request output was found in the cache as well
                 computed = min(computed, timing.num_computed_tokens)
             replica.rates.on_prefill(computed, num_tokens, min(service_s, ttft_s), alone=lease.alone)
         replica.on_ttft(ttft_s, lease.placement.ttft_s)

@@ -62,7 +62,7 @@ class PairingWorker(Worker, Protocol):
 
 
 class TextPlacement(NamedTuple):
-    """How a body of text came to its server. Times are of the dispatcher's clock; ``attempt`` counts from 0."""
+    """How a body of text came to its server; times of the dispatcher's clock, attempts counted from 0."""
 
     placement: Placement
     submitted_at: float

@@ -159,8 +159,8 @@ def test_ps_is_a_table_and_notes(control: Control, capsys: pytest.CaptureFixture
     assert main(["ps", "--wide"]) == 0
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if "replica-0" in line)
     assert row == [
-        *("replica-0", "m", "headrace", "ready", "0", "7", "0.0", "75.0", "-", "-", "-", "250", "0", "0", "0"),
-        *("closed", "2"),
+        *("replica-0", "m", "headrace", "ready", "0", "7", "0.0", "75.0", "-", "-", "-", "250"),
+        *("0", "0", "0", "closed", "2"),
     ]
     assert "hosted: connection refused" in lines and "hosted: takes text only" in lines
     assert any("waiting in the router: 3" in line for line in lines)

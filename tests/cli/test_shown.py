@@ -68,7 +68,9 @@ def test_metrics_count_what_moved() -> None:
 
 def test_metrics_have_no_sample_of_what_was_not_measured() -> None:
     plain = replica("u", "unified")
-    measured = msgspec.structs.replace(replica("v", "unified"), decode_rate=30.0, prefill_rate=900.0, ttft_s=0.1)
+    measured = msgspec.structs.replace(
+        replica("v", "unified"), decode_rate=30.0, prefill_rate=900.0, ttft_s=0.1
+    )
     samples = {
         (sample.name, sample.labels.get("replica")): sample.value
         for family in fleet_families(fleet(plain, measured), {})
@@ -86,7 +88,8 @@ def test_metrics_have_no_sample_of_what_was_not_measured() -> None:
 def test_a_worker_that_refuses_the_key_is_not_told_as_one_that_does_not_answer() -> None:
     note = "http://w refuses the key (status 401) (Name the environment variable that holds its key: …)"
     down = ReplicaStatus(
-        member=Member(endpoint=Endpoint(replica_id="w", model="m", address="http://w"), state="down"), note=note
+        member=Member(endpoint=Endpoint(replica_id="w", model="m", address="http://w"), state="down"),
+        note=note,
     )
     lines: list[str] = []
 
