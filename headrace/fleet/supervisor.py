@@ -118,9 +118,9 @@ class _Managed:
 class Supervisor:
     """Owns every LocalReplica of one server. All calls happen in one event loop.
 
-    ``scale`` and ``reload`` run one after the other; each reports lines about what it does and returns a last
-    one. ``stop`` may come at any time and ends them. A process gets its share of cores and
-    memory as it starts: the share of the number there are then; a reload shares anew.
+    ``scale`` and ``reload`` run one after the other; each reports lines about what it does and returns a
+    last one. ``stop`` may come at any time and ends them. A process gets its share of cores and memory as it
+    starts: the share of the number there are then; a reload shares anew.
     """
 
     def __init__(
