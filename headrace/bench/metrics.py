@@ -17,7 +17,6 @@ DEFINITIONS = (
     "TPOT: (E2EL - TTFT) / (output tokens - 1), one value per request.",
     "ITL: every single gap between consecutive pieces of text, over all requests.",
     "E2EL: from sending the request to its last piece of text.",
-    "Goodput: requests per second that met every given target.",
 )
 
 
@@ -123,17 +122,6 @@ def summarise(values: Iterable[float]) -> Summary:
     return Summary(mean, median(known), percentile(known, 99.0), max(known, default=math.nan), len(known))
 
 
-def latency_summaries(traces: Sequence[RequestTrace]) -> dict[str, Summary]:
-    """TTFT, TPOT, ITL and E2EL of the requests that ended well, in seconds."""
-    good = [trace for trace in traces if trace.error is None]
-    return {
-        "TTFT": summarise(trace.ttft for trace in good),
-        "TPOT": summarise(trace.tpot for trace in good),
-        "ITL": summarise(gap for trace in good for gap in trace.itls),
-        "E2EL": summarise(trace.e2el for trace in good),
-    }
-
-
 def output_throughput(traces: Sequence[RequestTrace]) -> float:
     """Output tokens per second from the first request's sending to the last one's end."""
     good = [trace for trace in traces if trace.error is None]
@@ -141,11 +129,3 @@ def output_throughput(traces: Sequence[RequestTrace]) -> float:
         return math.nan
     span = max(trace.finished for trace in good) - min(trace.sent for trace in good)
     return sum(trace.output_tokens for trace in good) / span if span > 0 else math.nan
-
-
-def goodput(
-    traces: Sequence[RequestTrace], seconds: float, *, ttft: float = math.inf, tpot: float = math.inf
-) -> float:
-    """Requests per second over ``seconds`` that ended well with both at most as given (seconds)."""
-    met = sum(trace.error is None and trace.ttft <= ttft and not trace.tpot > tpot for trace in traces)
-    return met / seconds

@@ -10,14 +10,14 @@ import msgspec
 from headrace.cli.console import Printer, gib
 from headrace.core.deployment import ModelDeployment
 from headrace.core.messages import Hello
-from headrace.core.routing import FleetStatus, Member
+from headrace.core.routing import FleetStatus, ReplicaStatus
 
 
 def print_model(
     printer: Printer,
     model: ModelDeployment,
     hellos: Mapping[str, Hello],
-    members: Mapping[str, Member],
+    workers: Mapping[str, ReplicaStatus],
     *,
     heading: bool,
     text_reason: str = "",
@@ -40,7 +40,7 @@ def print_model(
         for line in lines:
             printer.line(line)
     for worker in model.workers:
-        printer.line(f"worker {worker.id}: {_worker_state(members.get(worker.id))}")
+        printer.line(f"worker {worker.id}: {_worker_state(workers.get(worker.id))}")
     if text_reason:
         printer.line(f"text mode: {text_reason}")
 
@@ -56,10 +56,12 @@ def _choices(hello: Hello) -> list[str]:
     ]
 
 
-def _worker_state(member: Member | None) -> str:
-    if member is None or member.state != "ready" or member.capabilities is None:
-        return "does not answer yet; serving without it and trying again"
-    capabilities = member.capabilities
+def _worker_state(status: ReplicaStatus | None) -> str:
+    if status is None or status.member.state != "ready" or status.member.capabilities is None:
+        reason = status.note if status is not None and status.note else "does not answer yet"
+        return f"{reason}; serving without it and trying again"
+    member = status.member
+    capabilities = status.member.capabilities
     version = f" {capabilities.version}" if capabilities.version else ""
     mode = "tokens" if capabilities.tokens and not member.endpoint.text_only else "text"
     role = ", used as overflow" if member.endpoint.overflow else ""

@@ -35,6 +35,7 @@ class Knob(msgspec.Struct, frozen=True):
     default: Any
     description: str
     heat: str
+    word: str = ""
 
     @property
     def flag(self) -> str:
@@ -65,7 +66,8 @@ def knobs_of(config: type[msgspec.Struct]) -> list[Knob]:
     for field in msgspec.structs.fields(config):
         meta = hints[field.name].__metadata__[0]
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-        knobs.append(Knob(field.name, hints[field.name], default, meta.description, meta.extra["heat"]))
+        heat, word = meta.extra["heat"], meta.extra.get("word", "")
+        knobs.append(Knob(field.name, hints[field.name], default, meta.description, heat, word))
     return knobs
 
 
@@ -82,11 +84,11 @@ def add_flags(parser: argparse.ArgumentParser, title: str, config: type[msgspec.
         if knob.is_bool:
             options["action"] = argparse.BooleanOptionalAction
         elif knob.is_list:
-            options |= {"action": "append", "metavar": "TEXT"}
+            options |= {"action": "append", "metavar": knob.word or "TEXT"}
         elif knob.choices:
             options["metavar"] = "{" + ",".join(knob.choices) + "}"
         else:
-            options["metavar"] = _metavar(knob.type)
+            options["metavar"] = knob.word or _metavar(knob.type)
         group.add_argument(knob.flag, help=text.replace("%", "%%"), **options)
 
 

@@ -82,7 +82,13 @@ class LocalFront:
         spare_the_loaded()
         try:
             served = [
-                ServedModel(model.deployment.name, model.deployment.names, tokenizer, dispatcher)
+                ServedModel(
+                    model.deployment.name,
+                    model.deployment.names,
+                    tokenizer,
+                    dispatcher,
+                    source=model.deployment.model,
+                )
                 for model, tokenizer in zip(models, tokenizers, strict=True)
             ]
             await serve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from headrace.core.deployment import ModelDeployment, WorkerDeployment
 from headrace.core.errors import ModelNotFoundError, StartupError, UsageError
 from headrace.core.launch import ServedModelSpec
 from headrace.models.resolve import find_tokenizer, resolve_model
+from headrace.router.external.faults import refused_key
 
 ASK_TIMEOUT_S = 5.0
 MAX_MODELS_BYTES = 1 << 20
@@ -40,6 +42,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return ServedModelSpec(
             model=deployment.name,
             names=deployment.names,
+            source=deployment.model,
             folder=self.folder,
             chat_template=deployment.chat_template,
         )
@@ -82,14 +85,21 @@ def prepare(model: ModelDeployment, progress: Progress) -> Prepared:
 def _ask_name(workers: list[WorkerDeployment]) -> str:
     """What the first worker that answers calls its model."""
     failures = []
+    hint = "name it: headrace serve MODEL --worker-urls URL"
     for worker in workers:
         try:
             return _first_model(worker)
+        except urllib.error.HTTPError as error:
+            failures.append(f"{worker.url}: {error}")
+            if error.code in (401, 403):
+                refused = refused_key(worker.url, error.code, worker.api_key_env)
+                failures[-1], hint = refused.message, refused.hint or hint
+            error.close()
         except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
             failures.append(f"{worker.url}: {error}")
     raise StartupError(
         f"no MODEL is given, and no worker says which it serves ({'; '.join(failures)})",
-        hint="name it: headrace serve MODEL --worker-urls URL",
+        hint=hint,
     )
 
 

@@ -13,9 +13,12 @@ from headrace.core.control import Ps, PsReply
 from headrace.core.messages import Moves
 from headrace.core.routing import FleetStatus, ReplicaStatus
 
-# A table that is piped somewhere is not folded.
-PIPE_WIDTH = 250
-COLUMNS = (
+# A table that is piped somewhere is folded only where names are long.
+PIPE_WIDTH = 120
+WIDE_PIPE_WIDTH = 250
+# With --wide; otherwise queue and running share a column, both times another, and a breaker that is not
+# closed is told beside the state.
+WIDE_COLUMNS = (
     "replica",
     "model",
     "kind",
@@ -25,6 +28,7 @@ COLUMNS = (
     "KV %",
     "prefix\nhits %",
     "prefill\ntok/s",
+    "decode\ntok/s",
     "TTFT ms\npredicted",
     "TTFT ms\nactual",
     "in\nflight",
@@ -32,6 +36,17 @@ COLUMNS = (
     "faults",
     "breaker",
     "restarts",
+)
+COLUMNS = (
+    "replica",
+    "model",
+    "kind",
+    "state",
+    "running\n(queue)",
+    "KV %",
+    "prefix\nhits %",
+    "TTFT ms\n(predicted)",
+    "rescues",
 )
 NUM_TEXT_COLUMNS = 4
 NUM_TIER_TEXT_COLUMNS = 2
@@ -42,6 +57,7 @@ UNKNOWN = "-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_port(parser)
+    parser.add_argument("--wide", action="store_true", help="more columns, for a terminal of 180 or a pipe")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -50,21 +66,21 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(reply.status)) + b"\n")
     else:
-        _print(reply.status)
+        _print(reply.status, wide=arguments.wide)
     return 0
 
 
-def _print(status: FleetStatus) -> None:
+def _print(status: FleetStatus, *, wide: bool = False) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+        console = Console(highlight=False, width=WIDE_PIPE_WIDTH if wide else PIPE_WIDTH)
 
     def table(columns: Sequence[str], num_text: int, row: Callable[[ReplicaStatus], list[str]]) -> None:
-        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(columns):
             made.add_column(name, justify="left" if index < num_text else "right", overflow="fold")
         for replica in status.replicas:
@@ -72,9 +88,15 @@ def _print(status: FleetStatus) -> None:
         console.print(made)
 
     if status.replicas:
-        table(COLUMNS, NUM_TEXT_COLUMNS, cells)
-    else:
+        if wide:
+            table(WIDE_COLUMNS, NUM_TEXT_COLUMNS, wide_cells)
+        else:
+            table(COLUMNS, NUM_TEXT_COLUMNS, cells)
+    elif not status.scaled_to_zero:
         console.print("no replicas")
+    for model in status.scaled_to_zero:
+        line = f"{model}: 0 replicas, requests get a 503; to start one: headrace scale 1 --model {model}"
+        console.print(line, markup=False, soft_wrap=True)
     if any(one.moves is not None or one.member.endpoint.role != "unified" for one in status.replicas):
         table(TIER_COLUMNS, NUM_TIER_TEXT_COLUMNS, tier_cells)
     gateways = f", gateways: {', '.join(status.gateways)}" if status.gateways else ""
@@ -87,6 +109,22 @@ def _print(status: FleetStatus) -> None:
 
 def cells(replica: ReplicaStatus) -> list[str]:
     """One row of the table, in the order of COLUMNS."""
+    row = dict(zip(WIDE_COLUMNS, wide_cells(replica), strict=True))
+    return [
+        row["replica"],
+        row["model"],
+        row["kind"],
+        row["state"] if replica.breaker == "closed" else f"{row['state']}, breaker {replica.breaker}",
+        _pair(row["running"], row["queue"]),
+        row["KV %"],
+        row["prefix\nhits %"],
+        _pair(row["TTFT ms\nactual"], row["TTFT ms\npredicted"]),
+        row["rescues"],
+    ]
+
+
+def wide_cells(replica: ReplicaStatus) -> list[str]:
+    """One row of the table with --wide, in the order of WIDE_COLUMNS."""
     endpoint, capabilities = replica.member.endpoint, replica.member.capabilities
     kind = capabilities.kind if capabilities is not None else endpoint.kind
     load = capabilities is not None and capabilities.load
@@ -99,7 +137,8 @@ def cells(replica: ReplicaStatus) -> list[str]:
         str(replica.num_running) if load else UNKNOWN,
         f"{100 * replica.kv_cache_usage:.1f}" if load else UNKNOWN,
         _share(replica.prefix_cache_hits, replica.prefix_cache_queries),
-        f"{replica.prefill_rate:,.0f}" if replica.prefill_rate else UNKNOWN,
+        _number(replica.prefill_rate),
+        _number(replica.decode_rate),
         _milliseconds(replica.predicted_ttft_s),
         _milliseconds(replica.ttft_s),
         str(replica.num_in_flight),
@@ -146,5 +185,13 @@ def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}" if whole else UNKNOWN
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f}" if seconds else UNKNOWN
+def _number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _number(None if seconds is None else 1000 * seconds)
+
+
+def _pair(first: str, second: str) -> str:
+    return UNKNOWN if first == second == UNKNOWN else f"{first} ({second})"

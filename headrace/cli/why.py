@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from headrace.cli.control_client import ANSWER_TIMEOUT_S, add_port, ask
-from headrace.cli.ps import PIPE_WIDTH
+from headrace.cli.ps import WIDE_PIPE_WIDTH
 from headrace.core.control import Why, WhyReply
 from headrace.core.errors import NotFoundError
 from headrace.core.routing import Candidate, Decision
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+        console = Console(highlight=False, width=WIDE_PIPE_WIDTH)
     for decision in reply.decisions:
         _print(console, decision)
     return 0

@@ -24,7 +24,7 @@ from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
 from headrace.core.control import control_path
 from headrace.core.errors import UnavailableError, UsageError
-from headrace.core.routing import Member
+from headrace.core.routing import ReplicaStatus
 from headrace.core.version import __version__
 from headrace.fleet.control import ControlServer
 from headrace.fleet.runtime_directory import RuntimeDirectory
@@ -74,13 +74,13 @@ async def run_server(settings: Settings, printer: Printer) -> None:
             for tokenizer in tokenizers:
                 if tokenizer is not None:
                     stack.callback(tokenizer.close)
-            members = await _settled_members(front.router)
+            replicas = await _settled_replicas(front.router)
             for model in models:
                 print_model(
                     printer,
                     model.deployment,
                     supervisor.hellos,
-                    members,
+                    replicas,
                     heading=len(models) > 1,
                     text_reason=model.text_reason,
                 )
@@ -152,17 +152,17 @@ def _load_tokenizers(models: Sequence[Prepared], settings: Settings) -> list[Tok
     ]
 
 
-async def _settled_members(router: RouterLink) -> dict[str, Member]:
+async def _settled_replicas(router: RouterLink) -> dict[str, ReplicaStatus]:
     """The fleet once every worker was asked, or has kept us waiting for too long."""
-    members: list[Member] = []
+    replicas: list[ReplicaStatus] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WORKER_WAIT_S):
             while True:
-                members = [replica.member for replica in (await router.status()).replicas]
-                if all(member.state != "starting" for member in members):
+                replicas = (await router.status()).replicas
+                if all(replica.member.state != "starting" for replica in replicas):
                     break
                 await asyncio.sleep(MEMBER_POLL_S)
-    return {member.endpoint.replica_id: member for member in members}
+    return {replica.member.endpoint.replica_id: replica for replica in replicas}
 
 
 async def _report(router: RouterLink, interval_s: float) -> None:

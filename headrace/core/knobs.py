@@ -19,8 +19,9 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
-def _knob(description: str, heat: str, **limits: Any) -> Meta:
-    return Meta(description=description, extra={"heat": heat}, **limits)
+def _knob(description: str, heat: str, *, word: str = "", **limits: Any) -> Meta:
+    """``word`` stands for the value in the help; empty: by its type."""
+    return Meta(description=description, extra={"heat": heat, "word": word}, **limits)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.0
     kv_disk_path: Annotated[
-        str | None, _knob("Folder of those blocks; default: headrace/kv under the user's cache.", "cold")
+        str | None,
+        _knob("Folder of those blocks; default: headrace/kv under the user's cache.", "cold", word="DIR"),
     ] = None
     kv_connector: Annotated[
         Literal["auto", "shm", "tcp"],
@@ -88,16 +90,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the front door is told."""
 
-    host: Annotated[str, _knob("Address to listen on.", "cold")] = "127.0.0.1"
+    host: Annotated[str, _knob("Address to listen on.", "cold", word="ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _knob("Port to listen on; 0 takes a free one.", "cold", ge=0, le=65535)] = 8000
     api_key: Annotated[
-        list[str], _knob("Key that callers must send as a bearer token; may be repeated.", "cold")
+        list[str], _knob("Key that callers must send as a bearer token; may be repeated.", "cold", word="KEY")
     ] = []
     served_model_name: Annotated[
-        str | None, _knob("Model name in the API; default: the name given.", "cold")
+        str | None, _knob("Model name in the API; default: the name given.", "cold", word="NAME")
     ] = None
     chat_template: Annotated[
-        str | None, _knob("File with a Jinja chat template, instead of the model's own.", "cold")
+        str | None, _knob("File with a Jinja chat template, instead of the model's own.", "cold", word="FILE")
     ] = None
     max_body_mb: Annotated[float, _knob("Largest request body.", "cold", gt=0, le=1024)] = 32.0
     max_concurrent_requests: Annotated[
@@ -175,13 +177,17 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     worker_urls: Annotated[
         list[str],
-        _knob("Base URL of an inference server to put behind the gateway; may be repeated.", "cold"),
+        _knob(
+            "Base URL of an inference server to put behind the gateway; may be repeated.", "cold", word="URL"
+        ),
     ] = []
     overflow_urls: Annotated[
-        list[str], _knob("The same, used only while the others are full; may be repeated.", "cold")
+        list[str],
+        _knob("The same, used only while the others are full; may be repeated.", "cold", word="URL"),
     ] = []
     worker_api_key_env: Annotated[
-        str | None, _knob("Environment variable that holds the key of those servers.", "cold")
+        str | None,
+        _knob("Environment variable that holds the key of those servers.", "cold", word="VARIABLE"),
     ] = None
 
 

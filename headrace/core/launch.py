@@ -57,12 +57,14 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ServedModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a gateway serves: callers may ask for ``names``, the first is reported.
 
-    ``model`` is its name in the fleet. ``folder`` holds its tokenizer; empty: text passes through.
-    ``chat_template`` is a file that replaces the model's own template.
+    ``model`` is its name in the fleet, ``source`` what it was loaded from, as it was given. ``folder`` holds
+    its tokenizer; empty: text passes through. ``chat_template`` is a file that replaces the model's
+    own template.
     """
 
     model: str
     names: list[str]
+    source: str = ""
     folder: str = ""
     chat_template: str | None = None
 

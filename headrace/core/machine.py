@@ -7,6 +7,13 @@ import os
 from pathlib import Path
 
 
+def host_id() -> str:
+    """The same for all processes of one running machine, another one for any other; empty: not known."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

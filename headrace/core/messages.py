@@ -254,8 +254,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     notes: list[str]
     instance: str = ""
     hardware: str = ""
-    # Where peers fetch blocks (``unix:/path`` or ``tcp://host:port``; empty: nowhere), what one takes, what
-    # it is made of (equal: interchangeable), and which folder of which host is its disk tier.
+    # Which machine it runs on (``core.machine.host_id``), where peers fetch blocks (``unix:/path`` or
+    # ``tcp://host:port``; empty: nowhere), what one takes, what it is made of (equal: interchangeable), and
+    # which folder of which host is its disk tier.
+    host_id: str = ""
     kv_address: str = ""
     kv_block_bytes: int = 0
     kv_format: str = ""

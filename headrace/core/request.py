@@ -97,7 +97,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_from: str = ""
     model: str = ""
     adapter: str | None = None
-    tenant: str = ""
     tier: str = "standard"
     session: str | None = None
     deadline: float | None = None

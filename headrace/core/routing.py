@@ -125,7 +125,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: int | None = None
     text_only: bool = False
     tier: str = "standard"
-    tenant: str = ""
     session: str | None = None
     deadline: float | None = None
     attempt: int = 0
@@ -257,9 +256,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of ``headrace ps``. Rates are tokens per second, times seconds, shares 0 to 1.
 
     ``ttft_s`` and ``predicted_ttft_s`` are means over recent requests, ``ttft_error_s`` the mean of their
-    absolute difference. ``num_rescued`` requests moved away from it in mid-stream. Of those placed here,
-    the prompts of ``num_split`` were computed by another replica, and of ``num_unsplit`` here although there
-    was one. Tokens, prefix hits, preemptions and ``moves`` are counted by its present process.
+    absolute difference; None, as for rates: nothing was measured yet. ``num_rescued`` requests moved away
+    from it in mid-stream. Of those placed here, the prompts of ``num_split`` were computed by another
+    replica, and of ``num_unsplit`` here although there was one. Tokens, prefix hits, preemptions and
+    ``moves`` are counted by its present process.
     """
 
     member: Member
@@ -269,11 +269,11 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     kv_cache_usage: float = 0.0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    prefill_rate: float = 0.0
-    decode_rate: float = 0.0
-    ttft_s: float = 0.0
-    predicted_ttft_s: float = 0.0
-    ttft_error_s: float = 0.0
+    prefill_rate: float | None = None
+    decode_rate: float | None = None
+    ttft_s: float | None = None
+    predicted_ttft_s: float | None = None
+    ttft_error_s: float | None = None
     num_placed: int = 0
     num_faults: int = 0
     num_rescued: int = 0
@@ -290,11 +290,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``scaled_to_zero`` names models that have no replica; the server's own process adds it."""
+
     policy: str
     replicas: list[ReplicaStatus]
     models: list[ModelInfo]
     num_queued: int
     gateways: list[str] = []
+    scaled_to_zero: list[str] = []
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

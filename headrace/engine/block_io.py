@@ -16,6 +16,12 @@ from torch import Tensor
 from headrace.kernels.cache import LayerKV
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+# Of each type: as an unsigned integer, and its exponent's bits, all of them set in NaN and infinities.
+_EXPONENTS: dict[torch.dtype, tuple[type[np.unsignedinteger[Any]], int]] = {
+    torch.float32: (np.uint32, 0x7F80_0000),
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float16: (np.uint16, 0x7C00),
+}
 
 
 class BlockIO:
@@ -29,6 +35,7 @@ class BlockIO:
             # keys and values of one tensor are one copy: keys come first in it
             joint = layer.joint_blocks
             stores += [joint] if joint is not None else [layer.key_blocks, layer.value_blocks]
+        (self._dtype,) = {store.dtype for store in stores}
         self._stores = [store.view(torch.uint8) for store in stores]  # (heads, num_blocks, bytes)
         self.block_bytes = sum(store.shape[0] * store.shape[2] for store in self._stores)
         self._arrays: list[Bytes] = []  # the same memory, where it is main memory
@@ -50,6 +57,16 @@ class BlockIO:
                 parts = [store[:, block].reshape(-1) for store in self._stores]
                 row[...] = torch.cat(parts).cpu().numpy()
         return payloads
+
+    def is_finite(self, payload: bytes | bytearray) -> bool:
+        """Whether every number in ``payload`` is: one that is not makes NaN of whoever reads the block."""
+        known = _EXPONENTS.get(self._dtype)
+        if known is None:
+            return True
+        unsigned, exponent = known
+        # numpy, not torch: reader threads call this, and each would get a pool of threads of its own
+        numbers = np.frombuffer(payload, dtype=unsigned)
+        return int((numbers & unsigned(exponent)).max(initial=0)) != exponent
 
     def write(self, block: int, payload: bytes | bytearray) -> None:
         """Puts ``payload``, of ``block_bytes``, into a block that nobody reads."""

@@ -73,6 +73,7 @@ class BlockMoves:
                 block_bytes=io.block_bytes,
                 limit_bytes=int(config.kv_disk_gb * _GB),
                 wake=self._wake,
+                is_sound=io.is_finite,
             )
         self._write_behind: WriteBehind | None = None
         if self.disk is not None:

@@ -15,6 +15,8 @@ import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from headrace.core.control import (
     Done,
     FromServer,
@@ -121,9 +123,15 @@ class ControlServer:
             log.exception("%s failed", request)
             return _refusal(EngineError(f"{type(error).__name__}: {error}", hint="see the server's log"))
 
+    def _with_empty_models(self, status: FleetStatus) -> FleetStatus:
+        """The router knows of replicas alone: a model without any is told of by who would start them."""
+        present = {replica.member.endpoint.model for replica in status.replicas}
+        empty = [name for name in self._supervisor.model_names if name not in present]
+        return msgspec.structs.replace(status, scaled_to_zero=empty)
+
     async def _do(self, request: ToServer, report: Callable[[str], None]) -> FromServer:
         if isinstance(request, Ps):
-            return PsReply(await self._status())
+            return PsReply(self._with_empty_models(await self._status()))
         if isinstance(request, Why):
             decisions = await self._why(request.request_id)
             if not decisions:

@@ -118,9 +118,9 @@ class _Managed:
 class Supervisor:
     """Owns every LocalReplica of one server. All calls happen in one event loop.
 
-    ``scale``, ``reload`` and ``drain`` run one after the other; each reports lines about what it does and
-    returns a last one. ``stop`` may come at any time and ends them. A process gets its share of cores and
-    memory as it starts: the share of the number there are then; a reload shares anew.
+    ``scale`` and ``reload`` run one after the other; each reports lines about what it does and returns a
+    last one. ``stop`` may come at any time and ends them. A process gets its share of cores and memory as it
+    starts: the share of the number there are then; a reload shares anew.
     """
 
     def __init__(
@@ -144,6 +144,11 @@ class Supervisor:
         self._memory_bytes = 0
         self._command = asyncio.Lock()
         self._stopping = False
+
+    @property
+    def model_names(self) -> list[str]:
+        """Models that can have replicas here, whether they have any now or not."""
+        return [model.name for model in self._models]
 
     @property
     def hellos(self) -> dict[str, Hello]:
@@ -205,15 +210,6 @@ class Supervisor:
                 await self._launch([place], len(self._managed))
                 await self._retire(old, report)
             return f"reloaded {_count(len(chosen), 'replica')}"
-
-    async def drain(self, replica_id: str, report: Report) -> str:
-        """Takes one replica away without failing a request."""
-        async with self._exclusive(report):
-            managed = self._managed.get(replica_id)
-            if managed is None:
-                raise NotFoundError(f"no replica {replica_id!r} runs here; there are {_names(self._managed)}")
-            await self._retire(managed, report)
-            return f"{replica_id} is gone"
 
     def kill(self, replica_id: str, pid: int) -> None:
         """Ends a process that does not answer any more, if it is still that replica's; it is replaced."""
@@ -416,6 +412,11 @@ class Supervisor:
         """The model of that name; empty: the only one."""
         if not name and len(self._models) == 1:
             return self._models[0]
+        if not self._models:
+            raise NotFoundError(
+                "no model has replicas here: other servers answer for all of them",
+                hint="name a MODEL whose weights are on this machine: headrace serve MODEL --replicas 1",
+            )
         known = {alias: model for model in self._models for alias in model.deployment.names}
         if name in known:
             return known[name]

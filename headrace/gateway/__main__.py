@@ -61,7 +61,7 @@ async def _serve(
     placer = RemotePlacer(spec.router_socket, peer=spec.gateway_id, config=spec.router, log=log)
     dispatcher = Dispatcher(placer, spec.router, log=log, make_worker=make_worker)
     models = [
-        ServedModel(model.model, model.names, tokenizer, dispatcher)
+        ServedModel(model.model, model.names, tokenizer, dispatcher, source=model.source)
         for model, tokenizer in zip(spec.models, tokenizers, strict=True)
     ]
     gateway = Gateway(spec.gateway, models=models, dispatcher=dispatcher, log=log, gateway_id=spec.gateway_id)

@@ -29,12 +29,10 @@ class Caller(NamedTuple):
 def caller_of(exchange: Exchange, fields: Sampling) -> Caller:
     """Reads it from ``x-session-id``, ``prompt_cache_key`` or ``user``, and ``x-headrace-receipt``."""
     session: str | None = None
-    receipt = False
     for name, value in exchange.headers:
         if name == b"x-session-id":
             session = value.decode("latin-1")
-        elif name == b"x-headrace-receipt":
-            receipt = value.lower() in _YES
+    receipt = wants_receipt(exchange)
     session = session or fields.prompt_cache_key or fields.user or None
     if session is not None:
         session = session[:MAX_SESSION_CHARS]
@@ -42,3 +40,8 @@ def caller_of(exchange: Exchange, fields: Sampling) -> Caller:
         return Caller("standard", b"", session, receipt)
     tier = _TIERS[fields.service_tier]
     return Caller(tier, _REPORTED[tier], session, receipt)
+
+
+def wants_receipt(exchange: Exchange) -> bool:
+    """Whether ``x-headrace-receipt`` asks for one."""
+    return any(name == b"x-headrace-receipt" and value.lower() in _YES for name, value in exchange.headers)

@@ -12,7 +12,7 @@ from headrace.gateway.metrics import PREFIX
 
 _LABELS = ["model_name", "replica"]
 _BREAKER = {"closed": 0, "half-open": 1, "open": 2}
-_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatus], float | None]], ...] = (
     ("replica_up", "1 while it is ready for requests.", lambda one: one.member.state == "ready"),
     ("num_requests_running", "Sequences in the engine's batch.", lambda one: one.num_running),
     ("num_requests_waiting", "Sequences that wait for the engine.", lambda one: one.num_waiting),
@@ -82,12 +82,14 @@ def fleet_families(status: FleetStatus, names: Mapping[str, str]) -> Iterable[Me
     for name, text, read in _GAUGES:
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=_LABELS)
         for label, one in zip(labels, status.replicas, strict=True):
-            gauge.add_metric(label, float(read(one)))
+            value = read(one)
+            if value is not None:  # not measured yet
+                gauge.add_metric(label, float(value))
         yield gauge
-    for name, text, read in _COUNTERS:
+    for name, text, count in _COUNTERS:
         counter = CounterMetricFamily(PREFIX + name, text, labels=_LABELS)
         for label, one in zip(labels, status.replicas, strict=True):
-            counter.add_metric(label, float(read(one)))
+            counter.add_metric(label, float(count(one)))
         yield counter
     moves = [
         (label, one.moves)

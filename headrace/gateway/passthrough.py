@@ -15,16 +15,17 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.core.errors import EngineError, HeadraceError, OverloadedError
 from headrace.core.identity import block_identities
 from headrace.core.routing import Route
-from headrace.gateway.caller import MAX_SESSION_CHARS
+from headrace.gateway.caller import MAX_SESSION_CHARS, wants_receipt
 from headrace.gateway.errors import decode_error
-from headrace.gateway.sse import error_event
+from headrace.gateway.receipt import text_receipt
+from headrace.gateway.sse import error_event, event, json_value
 from headrace.router.external.faults import ServerFault
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.router.external.http_client import Call, Headers, HTTPFailure
     from headrace.router.external.text_worker import TextLease, TextWorker
     from headrace.router.text_flight import TextFlight
+    from headrace.router.worker import TextPlacement
 
 STALL_S = 60.0
 """How long a caller may leave its stream unread before it is ended."""
@@ -50,6 +52,7 @@ _FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 _FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"(\w+)"')
 
 
@@ -69,6 +72,7 @@ class _Body(msgspec.Struct):
 
 
 _body_decoder = msgspec.json.Decoder(_Body)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 async def pass_through(
@@ -137,10 +141,10 @@ class _Relay:
     """Carries one body to a server and its answer back. It is the TextSink of a flight and the receiver of
     the server's answer."""
 
-    __slots__ = ("_arrival", "_body", "_call", "_done", "_exchange", "_fields", "_first", "_flight",
-                 "_gateway", "_held", "_held_bytes", "_last_at", "_lease", "_metrics", "_num_events",
-                 "_response_headers", "_rest", "_stall", "_status", "_streams", "_tail", "_worker",
-                 "on_done")  # fmt: skip
+    __slots__ = ("_arrival", "_body", "_call", "_done", "_exchange", "_fields", "_first", "_first_at",
+                 "_flight", "_gateway", "_held", "_held_bytes", "_last_at", "_lease", "_metrics",
+                 "_num_events", "_placed", "_receipt_due", "_response_headers", "_rest", "_stall", "_status",
+                 "_streams", "_tail", "_worker", "on_done")  # fmt: skip
 
     def __init__(
         self,
@@ -162,6 +166,8 @@ class _Relay:
         self._done: asyncio.Future[None] | None = None
         self._worker: TextWorker | None = None
         self._lease: TextLease | None = None
+        self._placed: TextPlacement | None = None
+        self._receipt_due = wants_receipt(exchange)
         self._call: Call | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._reset()
@@ -175,6 +181,7 @@ class _Relay:
         self._held_bytes = 0
         self._rest = bytearray()  # an event that is not complete
         self._first = True
+        self._first_at = 0.0
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self._num_events = 0
         self._last_at = 0.0
@@ -200,12 +207,20 @@ class _Relay:
     def on_text_worker(self, worker: TextWorker, lease: TextLease) -> None:
         self._worker = worker
         self._lease = lease
+        self._placed = lease.placed
         self._reset()
         exchange = self._exchange
         headers = [header for header in exchange.headers if header[0] in _FORWARDED]
         headers.append((b"x-request-id", exchange.request_id))
         try:
-            self._call = worker.forward(exchange.path, headers, self._body, self._fields.model, self)
+            self._call = worker.forward(
+                exchange.path,
+                headers,
+                self._body,
+                self._fields.model,
+                self,
+                ttft_s=self._placed.placement.ttft_s,
+            )
         except HeadraceError as error:
             lease.failed(error, "replica_gone")
 
@@ -224,6 +239,7 @@ class _Relay:
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status = status
+        self._first_at = time.perf_counter()
         self._response_headers = headers
         self._streams = status == 200 and any(
             name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
@@ -256,6 +272,8 @@ class _Relay:
         self._last_at = now
         self._num_events += data.count(b"\n\ndata:") + 1
         self._tail.append(data)
+        if self._receipt_due and (found := _DONE.search(data)):
+            data = data[: found.start()] + self._receipt_event(now) + data[found.start() :]
         self._exchange.send_raw(data)
 
     def on_end(self) -> None:
@@ -267,6 +285,8 @@ class _Relay:
             self._begin(time.perf_counter())
         rest = bytes(self._rest)
         self._tail.append(rest)
+        if self._receipt_due and not rest:
+            rest = self._receipt_event(time.perf_counter())  # a server that ends without a word
         exchange.send_raw(rest, last=True)
         self._finish("finished")
 
@@ -285,6 +305,7 @@ class _Relay:
         self._first = False
         assert self._lease is not None
         self._lease.began()
+        self._first_at = now
         self._metrics.time_to_first_token.observe(now - self._arrival)
         exchange = self._exchange
         # Of no known length: an error event may have to follow.
@@ -305,6 +326,8 @@ class _Relay:
         if self._status >= 500:
             self._give_back(self._worker.fault_of_status(self._status, body))
             return
+        if self._receipt_due and self._status == 200:
+            body = self._with_receipt(body)
         headers = [header for header in self._response_headers if header[0] != b"content-length"]
         headers.append((b"content-length", b"%d" % len(body)))
         self._exchange.start_raw(self._status, headers)
@@ -316,6 +339,39 @@ class _Relay:
             self._stop("caller_fault")
         else:
             self._finish("finished")
+
+    def _receipt(self, now: float) -> dict[str, Any]:
+        assert self._placed is not None
+        return text_receipt(
+            self._exchange.request_id.decode(),
+            self._placed,
+            arrival=self._arrival,
+            first_at=self._first_at or now,
+            end=now,
+        )
+
+    def _receipt_event(self, now: float) -> bytes:
+        """The receipt in a chunk of its own, the last before DONE."""
+        self._receipt_due = False
+        is_chat = self._exchange.path.endswith("/chat/completions")
+        chunk: dict[str, Any] = {
+            "id": self._exchange.request_id.decode(),
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": self._fields.model or "",
+            "choices": [],
+            "receipt": self._receipt(now),
+        }
+        return event(json_value(chunk))
+
+    def _with_receipt(self, body: bytes) -> bytes:
+        """A whole answer with the receipt behind its other fields, which stay as they were written."""
+        try:
+            fields = _fields_decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            return body
+        fields["receipt"] = msgspec.Raw(json_value(self._receipt(time.perf_counter())))
+        return msgspec.json.encode(fields)
 
     def _finish(self, outcome: Outcome) -> None:
         """The answer is complete: what it says of itself is counted."""

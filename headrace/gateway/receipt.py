@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.gateway.generation import Generation
+    from headrace.router.worker import TextPlacement
 
 PARTS = ("text", "route", "engine_queue", "fill", "prefill", "decode", "network")
 _INSIDE = ("engine_queue", "fill", "prefill")  # by the replica's clock, between placement and first token
@@ -61,6 +62,31 @@ def receipt_of(generation: Generation) -> dict[str, Any]:
             "actual": round(1e3 * (first.at - first.placed_at), 3),
         },
         "waterfall_ms": parts,
+    }
+
+
+def text_receipt(
+    request_id: str, placed: TextPlacement, *, arrival: float, first_at: float, end: float
+) -> dict[str, Any]:
+    """The receipt of a body that passed through to a server of others: what is known of its way.
+
+    ``first_byte`` is what network and server took until the answer began, ``stream`` from there to its end.
+    """
+    placement = placed.placement
+    marks = {"text": placed.submitted_at, "route": placed.placed_at, "first_byte": first_at, "stream": end}
+    total, last, parts = _micros(end - arrival), 0, {}
+    for name, at in marks.items():
+        until = total if name == "stream" else min(max(_micros(at - arrival), last), total)
+        parts[name], last = until - last, until
+    return {
+        "request_id": request_id,
+        "replica": placement.replica_id,
+        "attempts": placed.attempt + 1,
+        "ttft_ms": {
+            "predicted": round(1e3 * placement.ttft_s, 3),
+            "actual": round(1e3 * (first_at - placed.placed_at), 3),
+        },
+        "waterfall_ms": {name: value / 1000 for name, value in (*parts.items(), ("total", total))},
     }
 
 

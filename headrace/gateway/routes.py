@@ -57,7 +57,7 @@ class Routes:
             "object": "model",
             "created": self._created,
             "owned_by": "headrace",
-            "root": served.model,
+            "root": served.source,
             "parent": None,
             "max_model_len": served.max_model_len or None,
         }

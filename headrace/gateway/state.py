@@ -20,6 +20,7 @@ from headrace.gateway.fleet_metrics import fleet_families
 from headrace.gateway.metrics import Counters, ModelCounters, page, sums
 from headrace.gateway.outbox import Outbox
 from headrace.gateway.prompts import INLINE_BYTES, Prompts, TextPool
+from headrace.router.refusals import scaled_to_zero
 
 if TYPE_CHECKING:
     from headrace.router.dispatcher import Dispatcher
@@ -44,9 +45,17 @@ class ServedModel:
     """
 
     def __init__(
-        self, model: str, names: Sequence[str], tokenizer: Tokenizer | None, dispatcher: Dispatcher
+        self,
+        model: str,
+        names: Sequence[str],
+        tokenizer: Tokenizer | None,
+        dispatcher: Dispatcher,
+        *,
+        source: str = "",
     ) -> None:
+        """``source`` is what it was loaded from, as the operator wrote it; empty: ``model``."""
         self.model = model
+        self.source = source or model
         self.names = list(names) or [model]
         self.tokenizer = tokenizer
         self.prompts = None if tokenizer is None else Prompts(tokenizer)
@@ -77,12 +86,13 @@ class ServedModel:
     def info(self) -> ModelInfo:
         """What its replicas say of it; UnavailableError while none is ready."""
         info = self._dispatcher.info(self.model)
-        if info is None or not self._dispatcher.ready(self.model):
-            what = "none has answered yet" if info is None else "all are down, or were taken away"
-            raise UnavailableError(
-                f"no replica of {self.names[0]} is ready: {what}", hint="Try again soon; see /ready."
-            )
-        return info
+        if info is not None and self._dispatcher.ready(self.model):
+            return info
+        name = self.names[0]
+        if info is not None and not self._dispatcher.has_members(self.model):
+            raise scaled_to_zero(name)
+        what = "none has answered yet" if info is None else "all are down"
+        raise UnavailableError(f"no replica of {name} is ready: {what}", hint="Try again soon; see /ready.")
 
 
 class Gateway:

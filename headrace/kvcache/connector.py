@@ -416,6 +416,7 @@ class ConnectorClient:
         self._patience = patience or Patience()
         self._receivers: dict[str, Receiver] = {}  # by address
         self._receiver_of: dict[str, Receiver] = {}  # by job
+        self._told: set[str] = set()  # in the log, once each
         self._io = IoThread("headrace-connector-client", self._tick)
 
     def open(self, job: FillJob, sink: FillSink) -> None:
@@ -448,7 +449,13 @@ class ConnectorClient:
             sink.ended(error.message)
             return
         except OSError as error:
-            sink.ended(f"cannot connect to {job.address}: {error.strerror or error}")
+            reason = f"cannot connect to {job.address}: {error.strerror or error}"
+            if job.address.startswith("unix:") and error.errno == errno.ENOENT:
+                reason += ": it has gone, or is on another host or in another container (kv_connector: tcp)"
+            if reason not in self._told:
+                self._told.add(reason)
+                logger.warning("blocks are computed here instead of fetched: %s", reason)
+            sink.ended(reason)
             return
         self._receiver_of[job.job_id] = receiver
         receiver.open(job, sink)

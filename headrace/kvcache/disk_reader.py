@@ -38,7 +38,8 @@ class _Reading:
 
 class DiskReader:
     """Threads that deliver into sinks. ``pending`` are payloads on their way to disk, by key;
-    ``header_of(block_id, parent)`` is what a block's header must say; ``wake`` tells of removals."""
+    ``header_of(block_id, parent)`` is what a block's header must say; ``wake`` tells of removals; a payload
+    that is not ``is_sound`` is as good as damaged."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class DiskReader:
         header_of: Callable[[bytes, bytes], BlockHeader],
         wake: Callable[[], None],
         block_bytes: int,
+        is_sound: Callable[[bytes | bytearray], bool],
     ) -> None:
         self.hit_blocks = 0
         self.read_bytes = 0
@@ -58,6 +60,7 @@ class DiskReader:
         self._pending = pending
         self._header_of = header_of
         self._wake = wake
+        self._is_sound = is_sound
         self._window = max(1, WINDOW_BYTES // block_bytes)
         self._recent_bytes = 0.0
         self._recent_s = 0.0
@@ -190,6 +193,8 @@ class DiskReader:
         fd = ahead.popleft()
         try:
             payload = self._folder.read_block(fd, expected)
+            if not self._is_sound(payload):
+                raise DamagedBlockError("of no use: it holds numbers that are not finite")
             now = time.time()
             self._folder.touch(fd, now)
         finally:

@@ -71,8 +71,9 @@ class DiskTier:
 
     ``block_bytes`` is every block's size, ``kv_format`` says what its bytes mean (files of another are
     foreign), ``limit_bytes`` bounds the folder over all processes that share it. ``wake`` is called from
-    the tier's threads when ``take_events`` has something. Raises UsageError where the folder cannot be
-    made or is open to others.
+    the tier's threads when ``take_events`` has something, ``is_sound`` for each payload that was read:
+    whether it is of any use, as whoever wrote it may have been wrong. Raises UsageError where the folder
+    cannot be made or is open to others.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class DiskTier:
         block_bytes: int,
         limit_bytes: int,
         wake: Callable[[], None] | None = None,
+        is_sound: Callable[[bytes | bytearray], bool] | None = None,
         queue_bytes: int = QUEUE_BYTES,
         retry_s: float = RETRY_S,
         rescan_s: float = RESCAN_S,
@@ -109,7 +111,13 @@ class DiskTier:
         self._written_blocks = self._refused_blocks = self._evicted_blocks = 0
         self._write_s = 0.0
         self._reader = DiskReader(
-            self._folder, self._index, self._pending, self._header, self._changed_on_disk, block_bytes
+            self._folder,
+            self._index,
+            self._pending,
+            self._header,
+            self._changed_on_disk,
+            block_bytes,
+            is_sound or _anything,
         )
         self._threads = [
             threading.Thread(target=self._write_all, name="headrace-disk-writer", daemon=True),
@@ -372,3 +380,7 @@ class DiskTier:
 
     def _header(self, block_id: bytes, parent: bytes, check: int = 0) -> BlockHeader:
         return BlockHeader(block_id, parent, self._root, self._digest, self._block_bytes, check)
+
+
+def _anything(payload: bytes | bytearray) -> bool:
+    return True

@@ -26,6 +26,7 @@ from typing import Any
 
 from headrace.core.errors import HeadraceError, InvalidRequestError, UnavailableError
 from headrace.core.launch import ReplicaSpec
+from headrace.core.machine import host_id
 from headrace.core.messages import (
     Abort,
     CacheSnapshot,
@@ -247,6 +248,7 @@ class ReplicaProcess:
                 model=self._spec.model,
                 role=self._spec.role,
                 instance=self._instance,
+                host_id=host_id(),
                 kv_address="" if self._block_server is None else self._block_server.address,
                 **self._engine.hello_fields,
             ),

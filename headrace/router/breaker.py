@@ -42,10 +42,6 @@ class Breaker:
         self._open_until = 0.0
         self._trial: str | None = None
 
-    @property
-    def open_until(self) -> float:
-        return self._open_until
-
     def allows(self, now: float) -> bool:
         """Whether a request may be placed; an open one becomes half-open when its time has come."""
         if self.state == "open" and now >= self._open_until:

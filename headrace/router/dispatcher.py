@@ -113,6 +113,10 @@ class Dispatcher:
         requests wait for it."""
         return model in self._ready or (model in self._infos and self.placer.is_away)
 
+    def has_members(self, model: str) -> bool:
+        """Whether the fleet has any replica of the model, up or not."""
+        return any(link.member.endpoint.model == model for link in self._links.values() if not link.removed)
+
     def members(self) -> list[Member]:
         """The fleet as the router told it last."""
         return [link.member for link in self._links.values() if not link.removed]

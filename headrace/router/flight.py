@@ -25,7 +25,7 @@ from headrace.core.messages import Output, Timing
 from headrace.core.request import Request
 from headrace.core.routing import ModelInfo, Outcome, Placement, Route
 from headrace.router.continuation import block_ids_with, continued, end_of
-from headrace.router.worker import Worker
+from headrace.router.worker import TextPlacement, Worker
 
 if TYPE_CHECKING:
     from headrace.router.dispatcher import Dispatcher
@@ -216,7 +216,6 @@ class Flight:
             num_samples=len(self._samples),
             max_tokens=max_tokens,
             tier=request.tier,
-            tenant=request.tenant,
             session=request.session,
             deadline=request.deadline,
             attempt=self.attempt,
@@ -479,6 +478,13 @@ class Leg:
         """Lets the sink forward its body, unless it was aborted meanwhile."""
         if self.flight is not None:
             sink.on_text_worker(worker, self)
+
+    @property
+    def placed(self) -> TextPlacement:
+        """See TextLease."""
+        flight = self.flight
+        assert flight is not None and flight.placement is not None
+        return TextPlacement(flight.placement, flight.submitted_at, flight.lease_placed_at, flight.attempt)
 
     def began(self) -> None:
         """See TextLease."""

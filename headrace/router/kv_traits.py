@@ -13,14 +13,21 @@ PAIRING_KINDS = ("vllm", "sglang")
 
 class KvTraits(NamedTuple):
     """``address``: where others fetch from it, empty: nowhere. Replicas of equal ``format`` can exchange
-    blocks, those of equal ``disk`` share a disk tier. ``block_bytes`` 0: not known, as for servers that are
-    not ours. ``role`` empty: as the endpoint says."""
+    blocks, those of equal ``disk`` share a disk tier, and only those of equal ``host`` reach each other's
+    Unix sockets (empty: not told). ``block_bytes`` 0: not known, as for servers that are not ours. ``role``
+    empty: as the endpoint says."""
 
     role: str = ""
     address: str = ""
     block_bytes: int = 0
     format: str = ""
     disk: str = ""
+    host: str = ""
+
+    def reaches(self, giver: KvTraits) -> bool:
+        """Whether it can fetch from there: shared memory ends where the machine does."""
+        is_local = giver.address.startswith("unix:")
+        return not is_local or not self.host or not giver.host or self.host == giver.host
 
 
 NO_TRAITS = KvTraits()
@@ -28,7 +35,9 @@ NO_TRAITS = KvTraits()
 
 def traits_of_hello(hello: Hello) -> KvTraits:
     """Of one of our replicas."""
-    return KvTraits(hello.role, hello.kv_address, hello.kv_block_bytes, hello.kv_format, hello.kv_disk)
+    return KvTraits(
+        hello.role, hello.kv_address, hello.kv_block_bytes, hello.kv_format, hello.kv_disk, hello.host_id
+    )
 
 
 def traits_of_server(endpoint: Endpoint, capabilities: Capabilities | None) -> KvTraits:

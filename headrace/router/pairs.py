@@ -182,6 +182,8 @@ class Pairs:
             reason = reason or replica.why_not(1, now)
             if not reason and replica.kv.format != chosen.kv.format:
                 reason = "keeps its blocks in another format"
+            if not reason and not chosen.kv.reaches(replica.kv):
+                reason = "on another host, and gives blocks over shared memory (kv_connector: tcp)"
             if reason:
                 reasons.append(f"{replica.replica_id}: {reason}")
         if len(reasons) < len(everyone):
@@ -275,7 +277,9 @@ def _stall_s(replica: Replica, num_uncached_tokens: int, num_tokens: int) -> flo
 
 
 def _can_give(giver: Replica, taker: Replica) -> bool:
-    return _may_give(giver, taker) and bool(giver.kv.address) and giver.kv.format == taker.kv.format
+    if not _may_give(giver, taker) or not giver.kv.address:
+        return False
+    return giver.kv.format == taker.kv.format and taker.kv.reaches(giver.kv)
 
 
 def _may_give(giver: Replica, taker: Replica) -> bool:

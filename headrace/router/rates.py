@@ -103,6 +103,11 @@ class Rates:
             return self._computed / self._seconds
         return 1.0 / (self.factor * self.group.token_s)
 
+    @property
+    def has_decode_rate(self) -> bool:
+        """Whether ``decode_rate`` was measured on this replica, and is no guess."""
+        return self._decode_tokens > 0.0
+
     def prefill_s(self, num_uncached_tokens: int, num_tokens: int) -> float:
         """Seconds to compute the rest of a prompt of ``num_tokens``."""
         group = self.group

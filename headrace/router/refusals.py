@@ -18,7 +18,16 @@ def no_replica(route: Route, replicas: Sequence[Replica]) -> UnavailableError:
             f"no replica of {route.model!r} takes this request: it can only be sent on as text",
             hint="add a server with an OpenAI-compatible API by --worker-urls",
         )
-    return UnavailableError(f"the fleet has no replica of {route.model!r}", hint="add one; see `headrace ps`")
+    if not replicas:
+        return scaled_to_zero(route.model)
+    return UnavailableError(f"no replica of {route.model!r} can answer", hint="see `headrace ps`")
+
+
+def scaled_to_zero(model: str) -> UnavailableError:
+    """There is no replica of a model that can have some."""
+    return UnavailableError(
+        f"{model} has no replica: it is scaled to 0", hint=f"Start one: headrace scale 1 --model {model}"
+    )
 
 
 def queue_full(route: Route, replicas: Sequence[Replica], num_waiting: int) -> OverloadedError:

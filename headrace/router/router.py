@@ -260,10 +260,11 @@ class Router:
         if not lease.delayed and not lease.placement.prefill_replica and not (timing and timing.fill_s):
             if not replica.tells_cache:  # nor does it always tell what it found
                 num_cached_tokens = max(num_cached_tokens, lease.placement.num_cached_tokens)
-            computed = lease.route.num_prompt_tokens - num_cached_tokens
-            replica.rates.on_prefill(
-                computed, lease.route.num_prompt_tokens, min(service_s, ttft_s), alone=lease.alone
-            )
+            num_tokens = lease.route.num_prompt_tokens
+            computed = num_tokens - num_cached_tokens
+            if timing is not None:  # of a rescued request output was found in the cache as well
+                computed = min(computed, timing.num_computed_tokens)
+            replica.rates.on_prefill(computed, num_tokens, min(service_s, ttft_s), alone=lease.alone)
         replica.on_ttft(ttft_s, lease.placement.ttft_s)
 
     def release(

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from headrace.core.errors import HeadraceError, UnavailableError
 from headrace.core.routing import Outcome, Placement, Route
+from headrace.router.worker import TextPlacement
 
 if TYPE_CHECKING:
     from headrace.router.dispatcher import Dispatcher
@@ -171,6 +172,12 @@ class _TextLeg:
 
     def __init__(self, flight: TextFlight) -> None:
         self.flight: TextFlight | None = flight
+
+    @property
+    def placed(self) -> TextPlacement:
+        flight = self.flight
+        assert flight is not None and flight.placement is not None
+        return TextPlacement(flight.placement, flight.submitted_at, flight.placed_at, flight.route.attempt)
 
     def began(self) -> None:
         if self.flight is not None:

@@ -8,12 +8,12 @@ All calls happen in one event loop and none blocks.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.core.errors import HeadraceError
 from headrace.core.messages import Output
 from headrace.core.request import Request
-from headrace.core.routing import Endpoint, Outcome
+from headrace.core.routing import Endpoint, Outcome, Placement
 
 
 class Receiver(Protocol):
@@ -59,6 +59,15 @@ class PairingWorker(Worker, Protocol):
 
     def paired(self, prefill: PairingWorker) -> Worker:
         """Both as one worker, for one request whose receiver is a PairReceiver."""
+
+
+class TextPlacement(NamedTuple):
+    """How a body of text came to its server; times of the dispatcher's clock, attempts counted from 0."""
+
+    placement: Placement
+    submitted_at: float
+    placed_at: float
+    attempt: int
 
 
 def is_ours(endpoint: Endpoint) -> bool:

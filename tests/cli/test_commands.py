@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.cli import ps
 from headrace.cli.announce import Throughput
 from headrace.cli.main import main
 from headrace.core.control import (
@@ -104,6 +106,45 @@ def status(**changes: Any) -> FleetStatus:
     return FleetStatus(policy="predicted_ttft", replicas=[first, second], models=[], num_queued=3)
 
 
+def test_ps_fits_a_terminal_of_120(control: Control, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = status()
+    busy = msgspec.structs.replace(
+        fleet.replicas[0],
+        member=msgspec.structs.replace(
+            fleet.replicas[0].member,
+            endpoint=Endpoint(replica_id="qwen2.5-coder-1.5b-12", model="qwen2.5-coder-1.5b", address="/x"),
+            state="draining",
+        ),
+        breaker="closed",
+        num_running=250,
+        num_waiting=1000,
+        kv_cache_usage=1.0,
+        prefix_cache_hits=8,
+        ttft_s=12.345,
+        predicted_ttft_s=10.0,
+        num_rescued=10_000,
+    )
+    control.script = [PsReply(msgspec.structs.replace(fleet, replicas=[busy]))]
+    assert main(["ps"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    row = next(line.split() for line in lines if "qwen" in line)
+    assert row[:2] == ["qwen2.5-coder-1.5b-12", "qwen2.5-coder-1.5b"], "not folded"
+    assert row[4:] == ["250", "(1000)", "100.0", "100.0", "12,345", "(10,000)", "10000"]
+    assert ps.cells(msgspec.structs.replace(busy, breaker="open"))[3] == "draining, breaker open"
+
+
+def test_ps_shows_a_model_that_was_scaled_to_zero(
+    control: Control, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = FleetStatus(policy="p", replicas=[], models=[], num_queued=0, scaled_to_zero=["m"])
+    control.script = [PsReply(empty)]
+    assert main(["ps"]) == 0
+    assert "m: 0 replicas, " in (shown := capsys.readouterr().out) and "headrace scale 1 --model m" in shown
+    assert main(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scaled_to_zero"] == ["m"]
+
+
 def test_ps_is_a_table_and_notes(control: Control, capsys: pytest.CaptureFixture[str]) -> None:
     control.script = [PsReply(status())]
     assert main(["ps"]) == 0
@@ -111,11 +152,16 @@ def test_ps_is_a_table_and_notes(control: Control, capsys: pytest.CaptureFixture
     assert control.asked == [Ps()]
     row = next(line.split() for line in lines if "replica-0" in line)
     assert row == [
-        *("replica-0", "m", "headrace", "ready", "0", "7", "0.0", "75.0", "-", "-", "250", "0", "0", "0"),
-        *("closed", "2"),
+        *("replica-0", "m", "headrace", "ready", "7", "(0)", "0.0", "75.0", "250", "(-)", "0"),
     ]
     hosted = next(line.split() for line in lines if line.strip().startswith("hosted "))
     assert hosted[2:7] == ["openai,", "overflow", "down", "-", "-"], "what it does not tell is not shown as 0"
+    assert main(["ps", "--wide"]) == 0
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if "replica-0" in line)
+    assert row == [
+        *("replica-0", "m", "headrace", "ready", "0", "7", "0.0", "75.0", "-", "-", "-", "250"),
+        *("0", "0", "0", "closed", "2"),
+    ]
     assert "hosted: connection refused" in lines and "hosted: takes text only" in lines
     assert any("waiting in the router: 3" in line for line in lines)
 

@@ -45,6 +45,15 @@ def test_help_tells_every_default(capsys: pytest.CaptureFixture[str]) -> None:
         assert shown in text
 
 
+def test_help_says_what_kind_of_text_a_flag_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--help"])
+    text = capsys.readouterr().out
+    for shown in ("--worker-urls URL", "--kv-disk-path DIR", "--chat-template FILE", "--config FILE"):
+        assert shown in text
+    assert "TEXT" not in text
+
+
 def test_precedence(config_file: Path) -> None:
     file = ("--config", str(config_file))
     assert settings(*file).deployment.models[0].model == "from-file"

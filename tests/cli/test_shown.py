@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import msgspec
 import pytest
 
 from headrace.cli import ps, why
+from headrace.cli.announce import print_model
+from headrace.cli.console import Printer
+from headrace.cli.prepare import prepare
+from headrace.core.deployment import ModelDeployment, WorkerDeployment
+from headrace.core.errors import StartupError
 from headrace.core.messages import Moves
 from headrace.core.routing import Candidate, Decision, Endpoint, FleetStatus, Member, ReplicaStatus, Role
 from headrace.gateway.fleet_metrics import fleet_families
@@ -56,6 +64,66 @@ def test_metrics_count_what_moved() -> None:
     for name in Moves.__struct_fields__:
         words = [word[:5] for word in name.split("_") if word not in ("num", "s")]
         assert any(all(word in each for word in words) for each in every), f"{name} is not in /metrics"
+
+
+def test_metrics_have_no_sample_of_what_was_not_measured() -> None:
+    plain = replica("u", "unified")
+    measured = msgspec.structs.replace(
+        replica("v", "unified"), decode_rate=30.0, prefill_rate=900.0, ttft_s=0.1
+    )
+    samples = {
+        (sample.name, sample.labels.get("replica")): sample.value
+        for family in fleet_families(fleet(plain, measured), {})
+        for sample in family.samples
+    }
+    for name, value in (
+        ("replica_decode_tokens_per_second", 30.0),
+        ("replica_prefill_tokens_per_second", 900.0),
+        ("replica_ttft_seconds", 0.1),
+    ):
+        assert samples[f"headrace_{name}", "v"] == value
+        assert (f"headrace_{name}", "u") not in samples
+
+
+def test_a_worker_that_refuses_the_key_is_not_told_as_one_that_does_not_answer() -> None:
+    note = "http://w refuses the key (status 401) (Name the environment variable that holds its key: …)"
+    down = ReplicaStatus(
+        member=Member(endpoint=Endpoint(replica_id="w", model="m", address="http://w"), state="down"),
+        note=note,
+    )
+    lines: list[str] = []
+
+    class Lines(Printer):
+        def line(self, text: str) -> None:
+            lines.append(text)
+
+    model = ModelDeployment(model="m", names=["m"], workers=[WorkerDeployment(url="http://w", id="w")])
+    print_model(Lines(), model, {}, {"w": down}, heading=False)
+    print_model(Lines(), model, {}, {}, heading=False)
+    assert lines[0] == f"worker w: {note}; serving without it and trying again"
+    assert lines[1].startswith("worker w: does not answer yet; ")
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_no_model_name_as_the_key_is_refused(status: int) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(StartupError) as caught:
+            prepare(ModelDeployment(model="", names=[], workers=[WorkerDeployment(url=url)]), lambda *_: None)
+        server.shutdown()
+        thread.join()
+    asked_for_key = status != 404
+    assert ("refuses the key" in caught.value.message) == asked_for_key
+    assert ("--worker-api-key-env" in (caught.value.hint or "")) == asked_for_key
 
 
 DECISION = Decision(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -59,3 +61,21 @@ def test_a_block_of_another_size_is_no_block() -> None:
     io = BlockIO(make_cache([(2, 3, 3)], torch.float32, filled=False))
     with pytest.raises(AssertionError):
         io.write(0, bytes(io.block_bytes - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(
+    shapes: list[tuple[int, int, int]], dtype: torch.dtype, value: float
+) -> None:
+    layers = make_cache(shapes, dtype, filled=True)
+    io = BlockIO(layers)
+    assert io.is_finite(io.read([3])[0])
+    for layer in layers:
+        for part in (layer.keys, layer.values):
+            slot = part[-1, 3 * 4 + 3]  # the last head's, in the last slot of block 3
+            before = slot[-1].item()
+            slot[-1] = value
+            assert not io.is_finite(io.read([3])[0]) and io.is_finite(io.read([2])[0])
+            slot[-1] = before

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from headrace.core.errors import UsageError
+from headrace.core.identity import block_identities
 from headrace.core.messages import BlocksRemoved, BlocksStored, Timing
 from headrace.core.request import Request
 from headrace.engine.engine import Engine
@@ -337,6 +338,23 @@ def test_a_stop_writes_what_memory_still_holds(tiny: Callable[..., Path], tmp_pa
     result = run(again, [make_request("a", list(range(3, 45)), max_tokens=1)])
     assert result["a", 0].num_cached_tokens == 40
     again.close()
+
+
+def test_a_block_on_disk_that_is_not_finite_spoils_no_request(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Written by an engine that did not look; its checksum is right."""
+    request = make_request("a", list(range(3, 45)), max_tokens=4)
+    engine = disk_engine(tiny("llama"), tmp_path)
+    (first, *_) = block_identities(engine.root, request.prompt, engine.config.block_size)
+    assert engine.moves.disk is not None
+    engine.moves.disk.put(first, engine.root, bytearray(b"\xff" * engine.kv_block_bytes))  # NaN, all of them
+    assert engine.moves.disk.flush(10.0)
+    engine.moves.prefill_rate.add(1.0, 1e6)
+    assert tokens_of(run(engine, [request])) == tokens_of(run(make_engine(tiny("llama")), [request]))
+    moves = engine.stats().moves
+    assert moves is not None and (moves.damaged_blocks, moves.disk_hit_blocks) == (1, 0)
+    engine.close()
 
 
 def test_blocks_of_other_kernels_are_neither_read_nor_sent(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.core.control import (
@@ -50,6 +51,7 @@ DECISION = Decision(
 
 class FakeSupervisor:
     def __init__(self) -> None:
+        self.model_names: list[str] = []
         self.done: list[str] = []
         self.go_on = asyncio.Event()
         self.lines = 1
@@ -116,6 +118,8 @@ async def test_every_request_has_its_answer(stack: Stack) -> None:
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert await stack.ask(Ps()) == [PsReply(STATUS)]
     assert await stack.ask(Why("known")) == [WhyReply([DECISION])]
+    stack.supervisor.model_names = ["m"]  # which has no replica in STATUS
+    assert await stack.ask(Ps()) == [PsReply(msgspec.structs.replace(STATUS, scaled_to_zero=["m"]))]
     stack.supervisor.go_on.set()
     assert await stack.ask(Scale(2, "m")) == [Progress("starting"), Done("scaled")]
     assert await stack.ask(Scale(1, "m", "prefill")) == [Progress("starting"), Done("scaled")]

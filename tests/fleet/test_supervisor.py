@@ -184,7 +184,7 @@ async def test_what_still_runs_after_the_grace_is_handed_over(
 ) -> None:
     await stack.supervisor.start()
     stack.supervisor._grace_s = 0.05
-    stack.registrar.in_flight["replica-0"] = 1
+    stack.registrar.in_flight["replica-1"] = 1
     set_endpoint = stack.registrar.set_endpoint
     handed_over: list[str] = []
 
@@ -197,10 +197,8 @@ async def test_what_still_runs_after_the_grace_is_handed_over(
             stack.registrar.in_flight.clear()
 
     monkeypatch.setattr(stack.registrar, "set_endpoint", hand_over)
-    assert await stack.supervisor.drain("replica-0", stack.report) == "replica-0 is gone"
-    assert handed_over == ["replica-0"] and "replica-0" not in stack.registrar.endpoints
-    with pytest.raises(NotFoundError, match="other-0"):
-        await stack.supervisor.drain("replica-0", stack.report)
+    await stack.supervisor.scale("m", 1, stack.report)
+    assert handed_over == ["replica-1"] and "replica-1" not in stack.registrar.endpoints
 
 
 async def test_a_reload_replaces_one_after_the_other(stack: Stack) -> None:
@@ -269,6 +267,16 @@ async def test_what_is_not_there_is_refused_by_name(stack: Stack) -> None:
         await stack.supervisor.scale("m", 65, stack.report)
     with pytest.raises(NotFoundError, match="replica-1"):
         await stack.supervisor.reload("x", stack.report)
+
+
+async def test_models_that_only_workers_serve_have_nothing_to_scale(tmp_path: Path) -> None:
+    with RuntimeDirectory(tmp_path) as directory:
+        subject = Supervisor(FakeRegistrar(), [], directory=directory, grace_s=1.0)
+        for name in ("", "m"):
+            with pytest.raises(NotFoundError, match="other servers answer for all of them") as caught:
+                await subject.scale(name, 1, lambda line: None)
+            assert "--replicas 1" in (caught.value.hint or "")
+        assert subject.model_names == []
 
 
 async def test_commands_wait_for_each_other(stack: Stack) -> None:

@@ -155,8 +155,8 @@ async def test_no_request_notices_how_the_fleet_changes(stack: Stack) -> None:
     # without any grace, what runs goes on elsewhere in mid-stream
     await supervisor.scale("", 2, lines.append)
     supervisor._grace_s = 0.0
-    await stack.busy("replica-0.1")
-    await supervisor.drain("replica-0.1", lines.append)
+    await stack.busy("replica-1")
+    await supervisor.scale("", 1, lines.append)
     assert any("hands over" in line for line in lines)
     # and so it does when a process is killed
     await supervisor.scale("", 2, lines.append)

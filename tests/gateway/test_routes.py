@@ -11,11 +11,13 @@ from headrace.gateway.auth import Keys
 from tests.gateway.tiny import Stack, call, chat, complete
 
 
-def test_models(stack):
+def test_models(stack, monkeypatch):
     with openai.OpenAI(base_url=stack.api, api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["tiny", "other-name"]
         assert client.models.retrieve("other-name").id == "other-name"
     card = call(stack, "/v1/models").json["data"][0]
+    monkeypatch.setattr(stack.gateway.models[0], "source", "org/its-name")
+    assert call(stack, "/v1/models").json["data"][0]["root"] == "org/its-name", "what it was loaded from"
     assert (card["root"], card["max_model_len"], card["object"]) == ("tiny-model", 512, "model")
     assert chat(stack, model="other-name").json["model"] == "other-name"
 

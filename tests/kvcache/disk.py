@@ -22,6 +22,7 @@ def tier_in(
     kv_format: str = FORMAT,
     limit_bytes: int = MANY,
     wake: Callable[[], None] | None = None,
+    is_sound: Callable[[bytes | bytearray], bool] | None = None,
     **options: float,
 ) -> DiskTier:
     return DiskTier(
@@ -31,6 +32,7 @@ def tier_in(
         block_bytes=BLOCK_BYTES,
         limit_bytes=limit_bytes,
         wake=wake,
+        is_sound=is_sound,
         **options,  # type: ignore[arg-type]
     )
 

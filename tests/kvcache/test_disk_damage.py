@@ -231,3 +231,17 @@ def test_random_damage_never_passes(tmp_path: Path) -> None:
     assert tier.stats().damaged_blocks == 60
     assert tier.stats().hit_blocks * BLOCK_BYTES == tier.stats().read_bytes
     tier.close()
+
+
+def test_a_payload_that_is_of_no_use_goes_as_if_it_were_damaged(tmp_path: Path) -> None:
+    """Its checksum is right: whoever wrote it was wrong."""
+    job = job_of(3)
+    bad = payload_of(job.block_ids[1])
+    tier = tier_in(tmp_path, is_sound=lambda payload: bytes(payload) != bad)
+    put(tier, job)
+    count, reason = read(tier, job)
+    assert count == 1 and "block 1 on disk is of no use" in reason
+    assert tier.stats().damaged_blocks == 1 and not tier.contains(job.block_ids[1])
+    assert len(files_of(tmp_path)) == 2
+    assert job.block_ids[1] in told(tier)[1]
+    tier.close()

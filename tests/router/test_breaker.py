@@ -83,25 +83,31 @@ def test_a_fault_soon_after_the_trial_opens_again_for_longer() -> None:
     assert breaker.allows(3.0 * COOL_DOWN_S)
 
 
+def cool_down(breaker: Breaker, since: float) -> float:
+    """Seconds until it lets one request try, which it does from then on."""
+    waits = (2.0**power * COOL_DOWN_S for power in range(-1, 10))
+    return next(
+        min(wait, MAX_COOL_DOWN_S) for wait in waits if breaker.allows(since + min(wait, MAX_COOL_DOWN_S))
+    )
+
+
 def test_cool_down_doubles_up_to_a_limit_and_shrinks_after_success() -> None:
     breaker = opened()
-    now = breaker.open_until
-    waits = []
+    now, waits = 0.0, []
     for i in range(10):
-        assert breaker.allows(now)
+        waits.append(cool_down(breaker, now))
+        now += waits[-1]
         breaker.on_placed(f"t{i}")
         breaker.on_fault(f"t{i}", now)
-        waits.append(breaker.open_until - now)
-        now = breaker.open_until
-    assert waits[:3] == [2 * COOL_DOWN_S, 4 * COOL_DOWN_S, 8 * COOL_DOWN_S]
+    assert waits[:4] == [COOL_DOWN_S, 2 * COOL_DOWN_S, 4 * COOL_DOWN_S, 8 * COOL_DOWN_S]
     assert waits[-1] == MAX_COOL_DOWN_S
-    breaker.allows(now)
+    now += cool_down(breaker, now)
     breaker.on_placed("good")
     breaker.on_finished("good", now)
     assert breaker.state == "closed"
     for i in range(FAULTS):
         breaker.on_fault(f"x{i}", now)
-    assert breaker.open_until - now == COOL_DOWN_S
+    assert cool_down(breaker, now) == COOL_DOWN_S
 
 
 def test_an_aborted_trial_lets_another_one_try() -> None:

@@ -97,6 +97,21 @@ def test_without_streams_the_decode_replica_computes_its_prompt_itself():
     assert status_of(router, "d0").num_unsplit == 1 and status_of(router, "d0").num_split == 0
 
 
+def test_shared_memory_ends_at_the_machine():
+    router = make()
+    add(router, "p0", role="prefill", kv=kv("prefill", "p0", host="one"))
+    add(router, "d0", role="decode", kv=kv("decode", "d0", host="two"))
+    streams(router, 4)
+    assert not place(router, "r", *LONG).prefill_replica
+    assert words(router, "r") == (
+        "not split: p0: on another host, and gives blocks over shared memory (kv_connector: tcp)"
+    )
+    up(router, "p0", kv=kv("prefill", "p0", host="one", address="tcp://10.0.0.1:9"))
+    assert place(router, "next", *(n + 1000 for n in LONG)).prefill_address == "tcp://10.0.0.1:9"
+    up(router, "p0", kv=kv("prefill", "p0", host="two"))
+    assert place(router, "last", *(n + 2000 for n in LONG)).prefill_address == "unix:/p0"
+
+
 def test_a_queue_of_prompts_there_is_reason_enough():
     router = split()
     assert not place(router, "first", *LONG).prefill_replica

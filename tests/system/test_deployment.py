@@ -36,8 +36,13 @@ def chat(server: Server, model: str | None) -> tuple[int, Any]:
 
 
 def models(server: Server) -> list[str]:
+    return list(roots(server))
+
+
+def roots(server: Server) -> dict[str, str]:
+    """What each name was loaded from."""
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
-        return [model["id"] for model in json.load(response)["data"]]
+        return {model["id"]: model["root"] for model in json.load(response)["data"]}
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +68,9 @@ models:
 """
     )
     with Home() as home, Server("--config", str(file), environment=home.environment) as server:
-        assert models(server)[0] == "small" and "elsewhere" in models(server)
-        assert f"worker 127.0.0.1:{port}: does not answer yet" in server.log
+        assert models(server)[0] == "small"
+        assert roots(server) == {"small": str(folder), "tiny": str(folder), "elsewhere": "elsewhere"}
+        assert f"worker 127.0.0.1:{port}: http://127.0.0.1:{port} takes no connection" in server.log
         assert "text mode: " in server.log
         for name, reported in (("small", "small"), ("tiny", "tiny"), (None, "small")):
             status, body = chat(server, name)
@@ -99,7 +105,8 @@ def test_worker_urls_alone_take_the_name_from_the_worker() -> None:
         assert status == 200 and body["choices"][0]["message"]["content"] == "I live elsewhere."
         assert server.pids("headrace.replica") == []
         scaled = server.command("scale", "1")
-        assert scaled.returncode == 1 and "error: " in scaled.stderr and "Traceback" not in scaled.stderr
+        assert scaled.returncode == 1 and "Traceback" not in scaled.stderr
+        assert "error: no model has replicas here" in scaled.stderr and "hint: " in scaled.stderr
         assert chat(server, None)[0] == 200
 
 

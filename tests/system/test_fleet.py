@@ -158,6 +158,17 @@ def test_ps_and_why_say_what_happened(fleet: Server) -> None:
     assert decision["chosen"] == "replica-0" and decision["caller_id"] == "ask-me"
 
 
+def test_a_model_without_replicas_is_shown_and_says_how_to_have_some(fleet: Server) -> None:
+    assert fleet.command("scale", "0").returncode == 0
+    assert "tiny: 0 replicas" in fleet.command("ps").stdout
+    (stream,) = run(fleet.url, [Stream(TEXT, {"prompt": "anybody?", "max_tokens": 3})])
+    assert not stream.done and "503" in stream.failure and "scaled to 0" in stream.failure
+    assert "headrace scale 1 --model tiny" in stream.failure
+    assert fleet.command("scale", "1").returncode == 0
+    check_complete(run(fleet.url, [Stream(TEXT, {"prompt": "anybody?", "max_tokens": 3})]))
+    assert fleet.status()["scaled_to_zero"] == []
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -55,6 +56,17 @@ def fault_of_failure(server: str, failure: HTTPFailure) -> ServerFault:
     """For an answer that did not come, or not to its end."""
     outcome: Outcome = "replica_fault" if failure.fault == "garbage" else "replica_gone"
     return ServerFault(UnavailableError(f"{server}: {failure}; the request was not finished"), outcome)
+
+
+def refused_key(url: str, status: int, variable: str) -> UnavailableError:
+    """A server wants another key than the one in the environment variable, or any (``variable`` empty)."""
+    where = "--worker-api-key-env, or api_key_env of the worker in the deployment file"
+    if not variable:
+        hint = f"Name the environment variable that holds its key: {where}."
+    else:
+        state = "set" if os.environ.get(variable) else "not set"
+        hint = f"Its key is taken from the environment variable {variable}, which is {state} ({where})."
+    return UnavailableError(f"{url} refuses the key (status {status})", hint=hint)
 
 
 def garbage(server: str, what: object) -> ServerFault:

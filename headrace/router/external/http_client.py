@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import ssl
@@ -76,8 +77,8 @@ class Base:
 class Call:
     """One request under way."""
 
-    __slots__ = ("_client", "connection", "data", "ended", "heard", "heard_at", "paused", "receiver",
-                 "retried")  # fmt: skip
+    __slots__ = ("_client", "connection", "data", "ended", "heard", "heard_at", "patience_s", "paused",
+                 "receiver", "retried")  # fmt: skip
 
     def __init__(self, client: HTTPClient, data: bytes, receiver: Receiver, now: float) -> None:
         self._client = client
@@ -87,6 +88,7 @@ class Call:
         self.ended = False
         self.heard = False  # a byte of the answer
         self.heard_at = now
+        self.patience_s = math.inf  # how long its first byte may take before the server is asked after
         self.retried = False
         self.paused = False
 

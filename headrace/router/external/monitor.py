@@ -20,6 +20,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.identity import root_identity
 from headrace.core.messages import CacheEvent, CacheSnapshot, Stats
 from headrace.core.routing import Capabilities, Endpoint, ModelInfo
+from headrace.router.external.faults import refused_key
 from headrace.router.external.http_client import HTTPClient, HTTPFailure
 from headrace.router.external.kv_blocks import BlockTranslator
 from headrace.router.external.kv_events import EventLog, EventStream
@@ -150,7 +151,9 @@ class ExternalMonitor:
         while True:
             try:
                 status = await self._health(client, found)
-                if status >= 500 or status in (401, 403):
+                if status in (401, 403):
+                    return _words(refused_key(self.endpoint.address, status, self.endpoint.api_key_env))
+                if status >= 500:
                     return f"its health is status {status}"
                 stats = await read_load(client, found) if found.capabilities.load else None
             except HTTPFailure as failure:
@@ -174,7 +177,7 @@ class ExternalMonitor:
                         await self._up(found)
                 if self._space != self._space_now(found):
                     await self._up(found)
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(min(poll_s, POLL_S) if misses else poll_s)  # soon known for what it is
 
     def _are_events_lost(self, found: Recognised, first: Stats, now: Stats) -> bool:
         """Whether it must have told of blocks since the first look, and nothing arrived."""

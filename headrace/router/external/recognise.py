@@ -6,7 +6,6 @@ then the server's own pages say the rest; a page that is missing costs what it w
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from headrace.router.external import (
     vllm_generate,
     vllm_pair,
 )
+from headrace.router.external.faults import refused_key
 from headrace.router.external.http_client import HTTPClient, HTTPFailure
 from headrace.router.external.prometheus import Samples
 from headrace.router.kv_traits import PAIRING_KINDS
@@ -104,10 +104,7 @@ async def _model_card(client: HTTPClient, endpoint: Endpoint) -> ModelCard:
     status, body = await client.fetch("GET", "/v1/models")
     wanted = endpoint.remote_model
     if status in (401, 403):
-        raise UnavailableError(
-            f"{endpoint.address} refuses the key (status {status})",
-            hint=_key_hint(endpoint.api_key_env),
-        )
+        raise refused_key(endpoint.address, status, endpoint.api_key_env)
     if status in (404, 405) and wanted:
         return ModelCard(wanted)  # a hosted API without that page
     if status != 200:
@@ -135,13 +132,6 @@ async def _model_card(client: HTTPClient, endpoint: Endpoint) -> ModelCard:
             hint="Name it: remote_model of that replica in the deployment file.",
         )
     return cards[0]
-
-
-def _key_hint(variable: str) -> str:
-    if not variable:
-        return "Name the environment variable that holds its key: worker_api_key_env or api_key_env."
-    state = "set" if os.environ.get(variable) else "not set"
-    return f"Its key is taken from the environment variable {variable}, which is {state}."
 
 
 async def _guess(client: HTTPClient) -> EngineKind:

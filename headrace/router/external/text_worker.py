@@ -12,7 +12,8 @@ from headrace.core.errors import HeadraceError, UnavailableError
 from headrace.core.routing import Capabilities, Endpoint, Outcome
 from headrace.router.external.faults import ServerFault, fault_of_failure, fault_of_status
 from headrace.router.external.http_client import Call, Headers, HTTPClient, HTTPFailure, Receiver
-from headrace.router.external.silence import SilenceWatch
+from headrace.router.external.silence import SilenceWatch, patience_of
+from headrace.router.worker import TextPlacement
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
@@ -20,6 +21,10 @@ _encoder = msgspec.json.Encoder()
 
 class TextLease(Protocol):
     """A placement on a TextWorker, as the flight hands it to whoever forwards the body; ended once."""
+
+    @property
+    def placed(self) -> TextPlacement:
+        """To be asked for before it ends."""
 
     def began(self) -> None:
         """The first piece of a streamed answer arrived."""
@@ -57,15 +62,25 @@ class TextWorker:
         return not self._closed
 
     def forward(
-        self, path: str, headers: Headers, body: bytes, model: str | None, receiver: Receiver
+        self,
+        path: str,
+        headers: Headers,
+        body: bytes,
+        model: str | None,
+        receiver: Receiver,
+        *,
+        ttft_s: float = 0.0,
     ) -> Call:
         """POSTs ``body``, whose model is ``model``, under the name that the server knows. The receiver hears
-        nothing from within."""
+        nothing from within. Where nothing comes for far longer than the predicted ``ttft_s``, the server is
+        asked whether it is there."""
         if self._closed:
             raise UnavailableError("the connection to this server was closed")
         if self.remote_model and model != self.remote_model:
             body = _renamed(body, self.remote_model)
-        return self._client.request("POST", path, headers, body, receiver)
+        call = self._client.request("POST", path, headers, body, receiver)
+        call.patience_s = patience_of(ttft_s)
+        return call
 
     def fault_of_failure(self, failure: HTTPFailure) -> ServerFault:
         """What a broken answer means for the caller."""

@@ -197,7 +197,22 @@ async def test_a_refused_key_names_its_variable(server, monkeypatch):
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(UnavailableError) as caught:
         await look(server, api_key_env="A_KEY")
-    assert caught.value.hint == "Its key is taken from the environment variable A_KEY, which is not set."
+    assert (caught.value.hint or "").startswith(
+        "Its key is taken from the environment variable A_KEY, which is not set (--worker-api-key-env"
+    )
+
+
+async def test_a_key_that_is_refused_later_is_told_like_one_at_first(server, listener, watch):
+    server.page("/v1/models", {"data": [{"id": "gpt-x", "owned_by": "somebody"}]})
+    watch(server)
+    await until(lambda: listener.ups)
+
+    async def refuse(exchange: Exchange) -> None:
+        exchange.reply({}, 403)
+
+    server.routes["/v1/models"] = refuse
+    await until(lambda: listener.downs)
+    assert "refuses the key (status 403)" in listener.downs[0] and "api_key_env" in listener.downs[0]
 
 
 async def test_load_in_our_words(server, listener, watch):
@@ -276,6 +291,28 @@ async def test_a_server_that_is_down_at_first_is_asked_until_it_is_there(server,
     engines.vllm(server)
     await server.__aenter__()
     await until(lambda: listener.ups)
+
+
+async def test_one_that_misses_a_question_is_asked_again_soon(server, listener, monkeypatch):
+    """And not after the quarter of a minute for which a hosted API is left alone."""
+    monkeypatch.setattr("headrace.router.external.monitor.POLL_S", 0.02)
+    asked = 0
+
+    async def once(exchange: Exchange) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            exchange.reply({"data": [{"id": "gpt-x", "owned_by": "somebody"}]})
+        else:
+            exchange.reset()
+
+    server.routes["/v1/models"] = once
+    endpoint = Endpoint(replica_id="w", model="m", address=server.url)
+    monitor = ExternalMonitor(endpoint, listener, log=LOG, poll_s=30.0, min_backoff_s=30.0)
+    monitor.start()
+    await until(lambda: listener.downs)
+    assert len(listener.ups) == 1 and asked >= 4
+    await monitor.close()
 
 
 async def test_a_server_that_goes_away_is_down_and_comes_back_as_another(server, listener, watch):
