@@ -13,8 +13,7 @@ class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One kernel of a pack: ``op`` of the table, implemented by ``source`` (a C++ file of the pack).
 
     It covers steps of at most ``max_rows`` token rows, in the ``phases`` it was judged in; other calls fall
-    through. ``shapes`` are the op's dimensions it was judged on (``PackManifest.model_shapes`` keys), empty:
-    any. ``flags`` are compiler flags beside the standard ones.
+    through. ``flags`` are compiler flags beside the standard ones.
     """
 
     op: str
@@ -27,7 +26,7 @@ class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class PackConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a pack may run. ``shapes`` name the model's dimensions (``DecoderShape.as_dict``); all must agree.
+    """Where a pack may run. ``shapes`` are the model's dimensions (``DecoderShape.as_dict``); all must agree.
 
     ``cpu_features`` are words of /proc/cpuinfo's flags.
     """
@@ -39,7 +38,7 @@ class PackConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PackManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``files`` maps each file's path in the pack to its SHA-256; evidence (verdicts, measurements) is a file.
+    """``files`` maps each file's path in the pack to its SHA-256, the evidence (verdicts, measurements) too.
 
     ``author`` says who wrote the kernels (``search``, a model's name, an agent's command), ``round_id`` which
     round they come from. ``builds_on`` is the pack that this one replaces and contains, empty: none.

@@ -43,7 +43,7 @@ Reason = Literal[
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True):
-    """One shape in which an op was called: ``rows`` token rows, ``context`` cached tokens of each (median)."""
+    """One shape in which an op was called: ``rows`` token rows, ``context`` cached tokens each (median)."""
 
     phase: Phase
     rows: int
@@ -120,8 +120,8 @@ class KernelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round is after: an op of the table (or ``module`` for a user's own), with the shapes that it must
-    cover and the gain that its roof promises."""
+    """What a round is after: an op of the table (or ``module`` for a user's own), with the shapes that it
+    must cover and the gain that its roof promises."""
 
     op: str
     model: str
