@@ -165,3 +165,21 @@ class InsufficientMemoryError(StartupError):
     """Weights plus one request of maximum length do not fit in memory."""
 
     default_code = "insufficient_memory"
+
+
+class PackError(StartupError):
+    """A pack that cannot be used here: damaged, not trusted, or made for another machine or model."""
+
+    default_code = "pack_refused"
+
+
+class CompilerMissingError(PackError):
+    """No C++ compiler on this machine."""
+
+    default_code = "no_compiler"
+
+
+class CompileError(PackError):
+    """The compiler does not take a kernel's source or flags."""
+
+    default_code = "compile_error"
