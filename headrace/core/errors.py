@@ -15,8 +15,10 @@
         ├── ModelNotFoundError            500  server_error                1
         ├── UnsupportedModelError         500  server_error                1
         ├── CorruptFileError              500  server_error                1
-        ├── PackError                     500  server_error                1
-        └── InsufficientMemoryError       500  server_error                1
+        ├── InsufficientMemoryError       500  server_error                1
+        └── PackError                     500  server_error                1
+            ├── CompilerMissingError      500  server_error                1
+            └── CompileError              500  server_error                1
 
 A message says what was needed and what there was; ``hint`` says what to change. ``param`` names the
 request field or the flag at fault, ``code`` is a stable word for programs.
@@ -153,12 +155,6 @@ class CorruptFileError(StartupError):
     """A weights or tokenizer file is truncated, damaged or hostile."""
 
     default_code = "corrupt_file"
-
-
-class PackError(StartupError):
-    """A pack that may not run here: not signed, not its files, for another machine or model, not buildable."""
-
-    default_code = "pack_refused"
 
 
 class InsufficientMemoryError(StartupError):
