@@ -30,6 +30,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from headrace.core.errors import CorruptFileError, NotFoundError, UnavailableError
+from headrace.optimize.records import Candidate
 
 STAGES = ("profile", "bottleneck", "propose", "verify", "measure", "confirm", "publish", "rollout", "end")
 
@@ -99,6 +100,14 @@ class Round:
         """The stage's record, None before it is done. Raises CorruptFileError."""
         path = self.path(stage, number)
         return _read(path, kind) if path.exists() else None
+
+    def proposed(self, number: int) -> Candidate | NoCandidate | None:
+        """What candidate ``number`` came to, None before it was asked for."""
+        path = self.path("propose", number)
+        if not path.exists():
+            return None
+        record: dict[str, Any] = _read(path, dict)
+        return msgspec.convert(record, NoCandidate if "type" in record else Candidate)
 
     def numbers(self, stage: Stage) -> list[int]:
         """The numbers of the candidates that have been through ``stage``, in order."""
