@@ -19,9 +19,9 @@ class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     op: str
     source: str
     flags: list[str] = []
-    phases: list[str] = ["decode"]
+    phases: list[str] = msgspec.field(default_factory=lambda: ["decode"])
     max_rows: int = 8
-    activation_dtypes: list[str] = ["float32", "bfloat16"]
+    activation_dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
     weight_dtype: str = "bfloat16"
 
 
