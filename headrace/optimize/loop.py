@@ -334,7 +334,7 @@ class Loop:
                     str(end.candidates),
                     str(end.right),
                     end.outcome.replace("_", " "),
-                    end.summary.partition(": ")[2] if end.outcome == "won" else "-",
+                    end.summary.rpartition(": ")[2] if end.outcome == "won" else "-",
                     _short(end.pack) or "-",
                     f"{end.seconds / 60:.1f}",
                 )
