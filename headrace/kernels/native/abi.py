@@ -72,13 +72,16 @@ class HrCall(ctypes.Structure):
     ]
 
 
-RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-PACKED_BYTES = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
-PACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 Run = Callable[[int], int]
 """``hr_run`` as called: the address of an hr_call → DONE, NOT_MINE or another value, a failure."""
+PackedBytes = Callable[[int], int]
+"""``hr_packed_bytes``: the address of an hr_call → bytes."""
+Pack = Callable[[int, int], int]
+"""``hr_pack``: the addresses of an hr_call and of the memory → as ``Run``."""
 
-_PACKED_WORD, _COUNTS_WORD = 3, 4
+_PACKED_WORD = 3
+THREADS_WORD = 4
+"""Holds num_tensors and threads (``counts_word``)."""
 
 
 class Call:
@@ -144,7 +147,7 @@ class Call:
         self.words[_PACKED_WORD] = address
 
     def set_threads(self, threads: int) -> None:
-        self.words[_COUNTS_WORD] = counts_word(len(self.signature.slots), threads)
+        self.words[THREADS_WORD] = counts_word(len(self.signature.slots), threads)
 
 
 def meta_word(dtype: str, ndim: int) -> int:

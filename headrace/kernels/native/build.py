@@ -33,7 +33,7 @@ STANDARD_FLAGS = (
     "-Wl,-Bsymbolic",
 )
 _COMPILERS = ("g++", "clang++")
-# options that choose code; none that names a file, loads a plugin or talks to the linker
+# options that choose how code is generated; none that names a file, loads a plugin or talks to the linker
 _ALLOWED_FLAG = re.compile(
     r"-(O[0-3sg]|m[\w.=-]+|f(?!plugin|dump|profile|save|lto|sanitize)[\w=-]+|D\w+(=[\w.+-]*)?|W[\w=-]+|std=[\w+]+)"
 )
@@ -107,7 +107,7 @@ def check_flags(flags: Sequence[str]) -> None:
         if _CHANGES_PROCESS.fullmatch(flag):
             raise CompileError(
                 f"flag {flag} changes floating-point arithmetic in the whole process",
-                hint="-fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros do it for one file",
+                hint="-fno-math-errno, -fno-trapping-math and -fassociative-math loosen it for one file",
             )
         if not _ALLOWED_FLAG.fullmatch(flag):
             raise CompileError(f"flag {flag!r} is not allowed: only -O, -m, -f, -D, -W and -std= options are")

@@ -6,8 +6,8 @@
  * hr_pack         weight slots and the ints and floats; every other slot is absent. From then on hr_run gets
  *                 the packed form, 64-byte aligned, and absent weight slots.
  *
- * A call has the slots of its op in the order of HR_SLOTS in signature.py; docs/kernels.md lists them. It may
- * use up to `threads` threads (OpenMP is there) and must not leave any at work when it returns.
+ * A call has the slots of its op in the order of SIGNATURES in signature.py; docs/kernels.md lists them. It
+ * may use up to `threads` threads (OpenMP is there) and must not leave any at work when it returns.
  */
 #ifndef HEADRACE_KERNEL_H
 #define HEADRACE_KERNEL_H

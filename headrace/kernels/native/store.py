@@ -25,7 +25,8 @@ class WeightStore:
         self.packed_bytes = 0
         self._chunks: list[mmap.mmap] = []
         self._next = self._end = 0
-        self._dense: WeakValueDictionary[tuple[int, str], Tensor] = WeakValueDictionary()
+        self._kept: dict[int, tuple[PackedLinear, Tensor]] = {}
+        self._dense: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def allot(self, nbytes: int) -> int:
         """The address of ``nbytes`` zeroed bytes, aligned to ALIGNMENT."""
@@ -47,11 +48,17 @@ class WeightStore:
     def dense(self, packed: PackedLinear) -> Tensor:
         """The weight as a contiguous (out_features, in_features) tensor, the same one while anybody
         holds it."""
-        key = (id(packed), str(packed.dtype))
-        found = self._dense.get(key)
+        found = self._dense.get(id(packed))
         if found is None:
-            found = self._dense[key] = packed.dense().contiguous()
+            found = self._dense[id(packed)] = packed.dense().contiguous()
         return found
+
+    def keep(self, packed: PackedLinear, dense: Tensor) -> int:
+        """Holds a dense form for good; the bytes that this takes more than before."""
+        if id(packed) in self._kept or packed.shares(dense):
+            return 0
+        self._kept[id(packed)] = (packed, dense)
+        return dense.nbytes
 
     def _grow(self, size: int) -> None:
         """A new chunk; memory that is not touched costs nothing."""
