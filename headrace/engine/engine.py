@@ -185,7 +185,7 @@ class Engine:
             "root_identity": root,
             "eos_token_ids": list(loaded.eos_token_ids),
             "load_seconds": time.monotonic() - started,
-            "weights_bytes": loaded.weights_bytes,
+            "weights_bytes": loaded.weights_bytes + loaded.model.ops.nbytes,
             "kv_bytes": self.kv_size.nbytes,
             "kv_block_bytes": self.kv_block_bytes,
             "kv_format": self.kv_format,

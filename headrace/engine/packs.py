@@ -124,8 +124,11 @@ class Packs:
 
 
 def load_native_pack(folder: Path, ops: OpTable, model: CausalLM) -> OpTable:
-    """Compiles the pack's kernels on this machine; raises PackError."""
-    raise PackError("no native packs yet")
+    """Compiles the pack's kernels on this machine. Raises PackError."""
+    # imported here because few engines start with a pack
+    from headrace.kernels.native.pack import load_pack
+
+    return load_pack(folder, ops, model)
 
 
 def pack_id_of(folder: Path) -> str:
