@@ -11,10 +11,7 @@ only pointers change, and shapes when the number of rows does.
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +31,9 @@ from headrace.kernels.native.abi import (
     TENSOR_WORDS,
     THREADS_WORD,
     Call,
-    Pack,
-    PackedBytes,
-    Run,
     counts_word,
 )
+from headrace.kernels.native.library import NativeKernel
 from headrace.kernels.native.signature import ACTIVATIONS, SIGNATURES
 from headrace.kernels.native.store import WeightStore
 from headrace.kernels.native.weight_sets import WeightSet, weight_sets
@@ -52,35 +47,9 @@ from headrace.kernels.weights import (
     PackedLinear,
 )
 
+__all__ = ["NativeKernel", "NativeOp", "make_op"]
+
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-
-class NativeKernel:
-    """A shared object's three functions; the latter two None when it does not pack.
-
-    It stays loaded until the process ends: its threads may outlive every call.
-    Raises PackError when the file cannot be loaded or lacks a function.
-    """
-
-    def __init__(self, library: Path) -> None:
-        _share_openmp()
-        try:
-            loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        except OSError as error:
-            raise PackError(f"{library.name} cannot be loaded: {error}") from None
-        missing = [name for name in ("hr_run",) if not hasattr(loaded, name)]
-        packs = hasattr(loaded, "hr_pack")
-        if packs != hasattr(loaded, "hr_packed_bytes"):
-            missing.append("hr_packed_bytes" if packs else "hr_pack")
-        if missing:
-            raise PackError(f'{library.name} has no function {missing[0]}; is it extern "C"?')
-        self.library = library
-        self.run: Run = _function(loaded.hr_run, ctypes.c_int, 1)
-        self.packed_bytes: PackedBytes | None = None
-        self.pack: Pack | None = None
-        if packs:
-            self.packed_bytes = _function(loaded.hr_packed_bytes, ctypes.c_int64, 1)
-            self.pack = _function(loaded.hr_pack, ctypes.c_int, 2)
 
 
 class _Bound:
@@ -526,20 +495,3 @@ def _chunk_tensors(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
     for row, chunk in zip(tables, batch.prefills, strict=True):
         row[: chunk.block_table.shape[0]] = chunk.block_table
     return torch.tensor(chunks, dtype=torch.int64), tables
-
-
-def _function(function: Any, result: Any, num_pointers: int) -> Any:
-    function.restype = result
-    function.argtypes = [ctypes.c_void_p] * num_pointers
-    return function
-
-
-def _share_openmp() -> None:
-    """Lets kernels use the OpenMP runtime that torch has loaded, whatever torch's wheel calls the file: two
-    runtimes are two sets of threads, and idle ones spin where the others should work."""
-    try:
-        mapped = Path("/proc/self/maps").read_text()
-    except OSError:
-        return
-    for path in {line.split(maxsplit=5)[5] for line in mapped.splitlines() if "libgomp" in line}:
-        ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
