@@ -80,11 +80,13 @@ class OpProfile(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end_gain: float  # step / (step - recoverable)
     shapes: list[CallShape]
     layers: list[int] = []
+    layer_s: list[float] = []  # ``total_s`` by layer, as ``layers``
 
 
 class PhaseProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """All steps of one phase. ``step_s`` is the profiled step's median, ``unprofiled_step_s`` the same step
-    without any instrument; ``unnamed_s`` is what no entry of ``ops`` explains."""
+    """All steps of one phase. ``step_s`` is the profiled step's median without ``instrument_s``, the timers'
+    own calibrated cost; ``unprofiled_step_s`` the same step without any instrument; ``unnamed_s`` is what no
+    entry of ``ops`` explains. ``footprint`` is the bytes of weights and cache that one step goes through."""
 
     phase: Phase
     num_steps: int
@@ -93,6 +95,8 @@ class PhaseProfile(msgspec.Struct, frozen=True, kw_only=True):
     unprofiled_step_s: float
     unnamed_s: float
     ops: list[OpProfile]
+    instrument_s: float = 0.0
+    footprint: float = 0.0
 
 
 class Roofs(msgspec.Struct, frozen=True, kw_only=True):
