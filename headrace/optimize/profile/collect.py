@@ -11,6 +11,7 @@ A quantity of a step is the median over its passes; a phase's is the mean over i
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +19,10 @@ from datetime import UTC, datetime
 import numpy as np
 
 from headrace.core.errors import EngineError, UsageError
+from headrace.core.knobs import EngineConfig
 from headrace.engine.engine import Engine
+from headrace.models.cache import Progress as Loading
+from headrace.models.resolve import resolve_model
 from headrace.optimize.profile.instrument import (
     NUMBERS,
     Call,
@@ -29,8 +33,9 @@ from headrace.optimize.profile.instrument import (
 )
 from headrace.optimize.profile.roofs import measure_roofs
 from headrace.optimize.profile.summary import Sample, StepProfile, phase_profiles, streamed
-from headrace.optimize.profile.workloads import StepTime, Workload, run
+from headrace.optimize.profile.workloads import StepTime, Workload, load_workload, run
 from headrace.optimize.records import KernelProfile, Phase, Roofs
+from headrace.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
 MIN_PASSES = 4
@@ -45,6 +50,46 @@ class _Passes:
     phases: list[Phase] = field(default_factory=list)
     timed: list[list[tuple[list[int], float]]] = field(default_factory=list)  # readings, seconds
     bare: list[list[float]] = field(default_factory=list)
+
+
+def collect(
+    model: str,
+    workload: Workload | str,
+    *,
+    config: EngineConfig | None = None,
+    seconds: float = 20.0,
+    roofs: Roofs | None = None,
+    progress: Progress | None = None,
+    loading: Loading | None = None,
+) -> KernelProfile:
+    """Loads a model into this process and profiles it; see ``profile_engine``.
+
+    ``workload`` may be a name or a file; ``loading`` is told (what, done, total) while the model loads.
+    Raises StartupErrors for a model or a workload that cannot be used.
+    """
+    config = config or EngineConfig()
+    resolved = resolve_model(model, dtype=config.dtype, progress=loading)
+    engine = Engine(
+        config,
+        resolved.folder,
+        revision=resolved.revision,
+        progress=None if loading is None else (lambda done, total: loading("loading", done, total)),
+    )
+    try:
+        if isinstance(workload, str):
+            tokenizers: list[Tokenizer] = []
+
+            def encode(text: str) -> array[int]:
+                if not tokenizers:
+                    tokenizers.append(Tokenizer.from_folder(resolved.folder))
+                return tokenizers[0].encode(text)
+
+            workload = load_workload(workload, engine.vocab_size, max_len=engine.max_model_len, encode=encode)
+        return profile_engine(
+            engine, workload, model=resolved.name, seconds=seconds, roofs=roofs, progress=progress
+        )
+    finally:
+        engine.close()
 
 
 def profile_engine(
