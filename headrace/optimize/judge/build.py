@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -13,7 +15,16 @@ import msgspec
 
 from headrace.core.errors import CompileError, CompilerMissingError
 from headrace.core.packs import KernelEntry
-from headrace.kernels.native.build import INCLUDE, STANDARD_FLAGS, check_flags, find_compiler, first_errors
+from headrace.kernels.native.build import (
+    INCLUDE,
+    STANDARD_FLAGS,
+    check_flags,
+    compiler_version,
+    cpu_features,
+    find_compiler,
+    first_errors,
+)
+from headrace.models.cache import cache_folder
 from headrace.optimize.digest import ENTRY_FILE, candidate_digest, candidate_files
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import GIB, MIB, Cage, Caged, Limits, Sandbox, readable
@@ -67,6 +78,9 @@ def compile_caged(sandbox: Sandbox, taken: Taken, folder: Path, *, timeout_s: fl
     except CompileError as error:
         raise Rejected("compile_error", error.message) from None
     readable(taken.folder)
+    kept = _kept(taken, compiler)
+    if kept.exists():
+        return kept, 0.0
     built = folder / f"kernel-{taken.digest[:16]}.so"
     flags = [*STANDARD_FLAGS, *taken.entry.flags, "-I/include", f"/candidate/{taken.entry.source}"]
     shell = ["/bin/sh", "-c", _COMPILE, "sh", *compiler, *flags]
@@ -90,7 +104,21 @@ def compile_caged(sandbox: Sandbox, taken: Taken, folder: Path, *, timeout_s: fl
         raise Rejected("compile_error", first_errors(text) or f"the compiler ended with {child.returncode}")
     built.chmod(0o755)
     check_object(built)
-    return built, time.monotonic() - began
+    scratch = kept.with_name(f".{kept.name}-{os.getpid()}")
+    shutil.copyfile(built, scratch)
+    scratch.chmod(0o755)
+    os.replace(scratch, kept)
+    return kept, time.monotonic() - began
+
+
+def _kept(taken: Taken, compiler: list[str]) -> Path:
+    """Where the shared object of these sources, this compiler and CPU is kept: it is built once for all the
+    stages of a round."""
+    words = [taken.digest, *STANDARD_FLAGS, *compiler, compiler_version(compiler), *sorted(cpu_features())]
+    digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
+    folder = cache_folder() / "judge" / "built"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest[:32]}.so"
 
 
 def _check_entry(entry: KernelEntry, target: Target, files: list[str]) -> None:

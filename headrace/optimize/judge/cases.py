@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 
@@ -132,7 +133,8 @@ class OpProblem:
         numbers = self._numbers(case)
         record = operands.weight_record(self.op, table, weights, numbers, case.floats)
         if pack:
-            table = operands.with_pack(table, pack, self.op, record)
+            softcap = case.floats.get("softcap", 0.0)
+            table = operands.with_pack(table, Path(pack), self.op, record, softcap)
         return operands.bind(self.op, table, record, tensors, numbers, case.floats, case.plan)
 
     def _record(self, kind: str, table: OpTable, case: Case, weights: Tensors) -> Any:

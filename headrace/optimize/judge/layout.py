@@ -11,7 +11,6 @@ writing before it shows in the pattern.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.native.abi import ALIGNMENT, DTYPES, MAX_DIMS
-from headrace.kernels.native.signature import Signature
+from headrace.kernels.native.signature import CALL_INTS, Signature
 from headrace.optimize.judge.problem import Case, Tensors, TensorSpec
 
 PAGE = 4096
@@ -56,19 +55,27 @@ class Place:
 class Memory:
     """Shared memory that the parent writes and a child maps through ``descriptor``."""
 
-    def __init__(self, name: str, size: int, *, writable: bool) -> None:
-        self.size = max(PAGE, size)
-        self.descriptor = os.memfd_create(f"headrace-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.size)
-        self.map = mmap.mmap(self.descriptor, self.size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        # this mapping stays writable; nobody can make another one that is
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals if writable else seals | _SEAL_FUTURE_WRITE)
+    def __init__(self, descriptor: int, size: int, access: int = mmap.ACCESS_DEFAULT) -> None:
+        self.descriptor, self.size = descriptor, size
+        self.map = mmap.mmap(descriptor, size, access=access)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+    @classmethod
+    def create(cls, name: str, size: int, *, writable: bool) -> Memory:
+        """``writable``: whether a child may map it for writing."""
+        size = max(PAGE, size)
+        descriptor = os.memfd_create(f"headrace-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        memory = cls(descriptor, size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        # our own mapping stays writable; nobody can make another one that is
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals if writable else seals | _SEAL_FUTURE_WRITE)
+        return memory
+
+    @classmethod
+    def attach(cls, descriptor: int, size: int) -> Memory:
+        """In a child: sees what the parent writes; what is written here stays here."""
+        return cls(descriptor, size, mmap.ACCESS_COPY)
 
     def tensor(self, spec: TensorSpec, offset: int) -> Tensor:
         flat = self.bytes[offset : offset + spec.nbytes].view(spec.dtype)
@@ -95,9 +102,9 @@ class Layout:
         self.weight_places = [{spec.slot: self._place(spec) for spec in weights} for _ in range(sets)]
         self.call_places = [{spec.slot: self._place(spec) for spec in case.tensors} for case in cases]
         self.num_sets = sets if weights else 0
-        self.inputs = Memory("inputs", self._used[INPUTS], writable=False)
-        self.outputs = Memory("outputs", self._used[OUTPUTS], writable=True)
-        self.table = Memory("table", len(self._table()), writable=False)
+        self.inputs = Memory.create("inputs", self._used[INPUTS], writable=False)
+        self.outputs = Memory.create("outputs", self._used[OUTPUTS], writable=True)
+        self.table = Memory.create("table", len(self._table()), writable=False)
         self.table.map[: len(self._table())] = self._table()
         self.paint()
 
@@ -116,10 +123,6 @@ class Layout:
             for slot, place in self.call_places[index].items()
             if place.snapshot >= 0
         }
-
-    def storage(self, place: Place) -> Tensor:
-        """All bytes from a tensor's first element to its last, gaps between rows included."""
-        return self._memory(place).bytes[place.offset : place.end]
 
     def poison(self, index: int) -> None:
         """NaN in every output of a call, and in the copies."""
@@ -206,11 +209,11 @@ class Layout:
             signature = self.signature
             sizes = (len(signature.slots), len(records), len(signature.ints), len(ints))
             weight_set = index if self.num_sets else -1
-            calls.append(
-                struct.pack("=7q", *sizes, len(signature.floats), len(floats), weight_set)
-            )
+            calls.append(struct.pack("=7q", *sizes, len(signature.floats), len(floats), weight_set))
             records += [_record(own.get(slot.name)) for slot in signature.slots]
+            # once for the call, once for packing: there the numbers of a single call are 0
             ints += [int(case.ints[name]) for name in signature.ints]
+            ints += [0 if name in CALL_INTS else int(case.ints[name]) for name in signature.ints]
             floats += [float(case.floats[name]) for name in signature.floats]
         header = (_MAGIC, len(calls), len(records), len(ints), len(floats), self.num_sets, self.threads)
         numbers = struct.pack(f"={len(ints)}q{len(floats)}d", *ints, *floats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,25 @@ from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
+from headrace.kernels.native.op import NativeKernel, make_op
+from headrace.kernels.native.pack import build_pack, default_build_folder, read_manifest
 from headrace.kernels.native.signature import ACTIVATIONS
+from headrace.kernels.native.store import WeightStore
+from headrace.kernels.native.weight_sets import (
+    WeightSet,
+    attention_block_set,
+    attention_set,
+    gated_set,
+    linear_set,
+    mlp_set,
+    norm_set,
+    weight_sets,
+)
 from headrace.kernels.table import OpTable
 from headrace.kernels.weights import (
     AttentionSpec,
     AttentionWeights,
+    DecoderWeights,
     LayerWeights,
     MLPWeights,
     Norm,
@@ -164,3 +179,47 @@ def widened(tensors: Tensors) -> Tensors:
 
 def stock_table(weight_dtype: str) -> OpTable:
     return OpTable.stock("cpu", getattr(torch, weight_dtype))
+
+
+def with_pack(table: OpTable, folder: Path, op: str, record: Any, softcap: float) -> OpTable:
+    """``table`` with the ops of a pack, prepared for one set of weights: ``record`` as ``op`` is called with.
+
+    Raises PackError.
+    """
+    manifest, pack_id = read_manifest(folder)
+    libraries = build_pack(folder, manifest, default_build_folder())
+    store, ops = WeightStore(), dict[str, Any]()
+    for entry, library in zip(manifest.kernels, libraries, strict=True):
+        native = make_op(NativeKernel(library), entry, ops.get(entry.op) or table.unbound(entry.op))
+        for found in _sets(entry.op, op, record, softcap):
+            native.bind(found, store)
+        ops[entry.op] = native
+    return table.replace(source=pack_id, **ops)
+
+
+def _sets(op: str, called: str, record: Any, softcap: float) -> list[WeightSet]:
+    """The weight sets that ``op`` is called with inside one call of ``called``."""
+    if isinstance(record, LayerWeights) and op != "logits_head":
+        layers = DecoderWeights([record], Norm(torch.ones(1), 0.0), record.mlp.down)
+        return weight_sets(op, layers)
+    if isinstance(record, AttentionWeights):
+        parts = {
+            "attention_block": [attention_block_set(record)],
+            "attention": [attention_set(record.spec)],
+            "linear": [linear_set(record.qkv), linear_set(record.out)],
+        }
+        return parts.get(op, [])
+    if isinstance(record, MLPWeights):
+        parts = {
+            "mlp_block": [mlp_set(record)],
+            "gated_linear": [gated_set(record.gate_up, record.activation)],
+            "linear": [linear_set(record.gate_up), linear_set(record.down)],
+        }
+        return parts.get(op, [])
+    if op != called:
+        return []
+    if isinstance(record, PackedLinear):
+        return [linear_set(record, softcap if op == "logits_head" else None)] if op != "gated_linear" else []
+    if isinstance(record, Norm):
+        return [norm_set(record)]
+    return [attention_set(record)] if isinstance(record, AttentionSpec) else []

@@ -289,6 +289,7 @@ static void lay_out(void) {
         state.run[i] = call;
         if (from->weight_set >= 0) {
             call.tensors = state.weight_tensors + from->first_tensor;
+            call.ints += from->num_ints; /* those for packing follow */
             state.pack_call[from->weight_set] = call;
         }
     }
@@ -318,7 +319,10 @@ static void pack(reply *out) {
     for (int64_t set = 0; state.hr_pack && set < state.table->num_sets; set++) {
         const hr_call *call = state.pack_call + set;
         int64_t wanted = state.hr_packed_bytes(call);
-        if (wanted < 0) fail("hr_packed_bytes gave a negative size");
+        if (wanted <= 0) {
+            out->code = HR_NOT_MINE;
+            return;
+        }
         size_t size = ((size_t)wanted + 63) / 64 * 64, pages = (size + PAGE - 1) / PAGE * PAGE;
         if (state.packed[set] && state.packed_size[set] != size) fail("hr_packed_bytes changed its answer");
         if (!state.packed[set]) {

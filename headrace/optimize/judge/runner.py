@@ -148,7 +148,9 @@ class Runner:
             raise self._rejection(reply)
         if changed:
             raise Rejected("environment_touched", "it returned with another rounding mode or other exception masks")
-        if code == 1 and command in (_RUN, _SNAP):
+        if code == 1 and command == _PACK:
+            raise Rejected("declined", "it does not pack the target's weights")
+        if code == 1:
             raise Rejected("declined", f"HR_NOT_MINE for {self.layout.cases[a].name}, which it declares to cover")
         if code != 0:
             what = text.split(b"\0")[0].decode(errors="replace") or "hr_run"

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.kernels.native.signature import CALL_INTS
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.judge.build import Taken, compile_caged, take
 from headrace.optimize.judge.cases import problem_for, untouched
@@ -122,9 +123,9 @@ def check(built: Built, options: JudgeOptions) -> list[ShapeError]:
     if not cases:
         raise Rejected("malformed", "it declares to cover no call of the target's")
     weights = problem.weights()
-    sets = 1 if sum(spec.nbytes for spec in weights) >= _LARGE_WEIGHTS or len(cases) == 1 else 2
-    # cases of one set side by side: the reference's form of a set is made once
-    set_of = [index * sets // len(cases) for index in range(len(cases))]
+    few = sum(spec.nbytes for spec in weights) >= _LARGE_WEIGHTS
+    cases, set_of = _assigned(cases, 1 if few else 2)
+    sets = max(set_of) + 1
     layout = Layout(problem.signature, weights, sets, cases, set_of, options.num_threads)
     try:
         with Runner(
@@ -133,6 +134,23 @@ def check(built: Built, options: JudgeOptions) -> list[ShapeError]:
             return _Check(problem, layout, runner, options, seed).all()
     finally:
         layout.close()
+
+
+def _assigned(cases: list[Case], sets: int) -> tuple[list[Case], list[int]]:
+    """Cases in a new order and the weight set of each. Cases whose constant numbers differ, as a layer's
+    window does, never share one: it is packed for them. Those that share one stand side by side, so that the
+    reference's form of it is made once."""
+    groups: dict[tuple[int, ...], list[Case]] = {}
+    for case in cases:
+        key = tuple(value for name, value in case.ints.items() if name not in CALL_INTS)
+        groups.setdefault(key, []).append(case)
+    ordered, set_of, used = [], list[int](), 0
+    for group in groups.values():
+        parts = min(sets, len(group))
+        ordered += group
+        set_of += [used + index * parts // len(group) for index in range(len(group))]
+        used += parts
+    return ordered, set_of
 
 
 @dataclass
@@ -261,7 +279,7 @@ class _Check:
         off = {slot: error(results[slot], expected.truth[slot]) for slot in expected.truth}
         for slot, value in off.items():
             if value > expected.limits[slot]:
-                unwritten = _unwritten(results[slot])
+                unwritten = unwritten(results[slot])
                 if unwritten and reason == "wrong_result":
                     raise Rejected("incomplete", f"{unwritten} elements of {slot} were never written ({where})")
                 raise Rejected(
@@ -274,7 +292,7 @@ class _Check:
     def _late(self, index: int, where: str) -> None:
         """Raises Rejected when outputs change after the call has returned."""
         tensors, copies = self._layout.call(index), self._layout.snapshots(index)
-        until = time.monotonic() + (_LATE_S if any(map(_unwritten, copies.values())) else _SETTLE_S)
+        until = time.monotonic() + (_LATE_S if any(map(unwritten, copies.values())) else _SETTLE_S)
         while True:
             if any(not same_bits(tensors[slot], copy) for slot, copy in copies.items()):
                 raise Rejected("still_running", f"outputs change after the call has returned ({where})")
@@ -296,7 +314,7 @@ class _Check:
             raise Rejected("out_of_bounds", f"it wrote beside {slot}")
 
 
-def _unwritten(tensor: Tensor) -> int:
+def unwritten(tensor: Tensor) -> int:
     """Elements that still hold what ``poison`` left there."""
     blank = torch.empty_like(tensor[:1].contiguous())
     poison(blank)
