@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -62,20 +63,11 @@ def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_
         nice = shutil.which("nice")
         if nice is not None:
             command = [nice, "-n", "10", *command]
-        try:
-            result = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-                env=_environment(scratch),
-            )
-        except subprocess.TimeoutExpired:
-            raise CompileError(f"{source.name}: the compiler took longer than {timeout_s:g} s") from None
-        if result.returncode != 0:
-            raise CompileError(f"{source.name} does not compile:\n{first_errors(result.stderr)}")
+        status, output = _run(command, scratch, timeout_s)
+        if status is None:
+            raise CompileError(f"{source.name}: the compiler took longer than {timeout_s:g} s")
+        if status != 0:
+            raise CompileError(f"{source.name} does not compile:\n{first_errors(output)}")
         os.replace(built, target)
     return target
 
@@ -146,6 +138,25 @@ def _digest(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _environment(scratch: str) -> dict[str, str]:
-    """The compiler's environment: no include paths from the user's, no translated messages."""
-    return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": scratch}
+def _run(command: Sequence[str], scratch: str, timeout_s: float) -> tuple[int | None, str]:
+    """Exit status and stderr; None when it had to be stopped. No include paths come from the user's
+    environment, and no translated messages."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": scratch},
+        start_new_session=True,
+    )
+    with process:
+        try:
+            _, output = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler proper is a child of the driver
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, ""
+            raise
+    return process.returncode, output

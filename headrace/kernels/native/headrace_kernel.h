@@ -2,9 +2,9 @@
  *
  * hr_run          required: computes one call. HR_DONE; HR_NOT_MINE when it does not cover such a call (it
  *                 must not have written anything then: the caller falls through); another value: failed.
- * hr_packed_bytes with hr_pack: bytes of the kernel's own form of this call's weights. The call holds the
- * hr_pack         weight slots and the ints and floats; every other slot is absent. From then on hr_run gets
- *                 the packed form, 64-byte aligned, and absent weight slots.
+ * hr_packed_bytes with hr_pack: bytes of the kernel's own form of this call's weights; 0 or less: it does not
+ * hr_pack         cover them. The call holds the weight slots and the ints and floats; every other slot is
+ *                 absent. From then on hr_run gets the packed form, 64-byte aligned, and absent weight slots.
  *
  * A call has the slots of its op in the order of SIGNATURES in signature.py; docs/kernels.md lists them. It
  * may use up to `threads` threads (OpenMP is there) and must not leave any at work when it returns.
