@@ -1,4 +1,4 @@
-"""What a run of the loop says: one line at a time to people, and the same as Markdown in the round's folder."""
+"""What a run of the loop says: line by line to people, and as Markdown in the round's folder."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def ratios_text(ratios: dict[str, Ratio]) -> str:
 def measurement_line(measurement: Measurement) -> str:
     """What decides: alone, the whole workload, and whether its tokens agree."""
     verdict = "won" if measurement.won else "no win"
-    words = f"{verdict}: end to end {ratios_text(measurement.end_to_end)}; alone {ratios_text(measurement.alone)}"
+    words = (
+        f"{verdict}: end to end {ratios_text(measurement.end_to_end)}; alone {ratios_text(measurement.alone)}"
+    )
     if measurement.agreement:
         words += f"; {measurement.agreement}"
     return words if measurement.won or not measurement.detail else f"{words}; {measurement.detail}"

@@ -113,9 +113,7 @@ class Keys:
         with os.fdopen(descriptor, "wb") as file:
             file.write(body)
         public = private.public_key()
-        pem = public.public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
+        pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
         (trusted / f"judge-{key_id(public)}.pub").write_bytes(pem)
         try:
             os.link(partial, path)  # another process's key, made meanwhile, stays

@@ -1,4 +1,4 @@
-"""The loop: profile → target → propose → verify → measure → publish → roll out, and again on the new baseline.
+"""The loop: profile → target → propose → verify → measure → publish → roll out, then on the new baseline.
 
 Each stage is handed in as a callable from records to records (``Stages``), and each result is on disk before
 the next begins: a round that was killed goes on after its last whole stage, in the middle of its candidates.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -44,19 +45,22 @@ EXPLORE_SHARE = 0.6
 """Of a round's time; the rest is for confirming, publishing and rolling out."""
 
 
+Judged: TypeAlias = "tuple[Verdict, Measurement | None]"
+
+
 @dataclass(frozen=True)
 class Stages:
     """What the loop calls. A baseline is the folder of the pack that runs so far, None: stock operators.
 
-    ``measure`` times a candidate alone, ``confirm`` alone and on the whole workload. ``publish`` returns the
-    record and the pack's folder. ``rollout`` None: packs are published and no more.
+    ``judge`` says whether a candidate is right and times it alone, ``confirm`` on the whole workload too; no
+    measurement: it is not right, or was found out while it was timed. ``rollout`` None: packs are published
+    and no more.
     """
 
     profile: Callable[[Path | None], KernelProfile]
     targets: Callable[[KernelProfile, Sequence[Tried]], list[Target]]
-    verify: Callable[[Path, Target], Verdict]
-    measure: Callable[[Path, Target, Path | None], Measurement]
-    confirm: Callable[[Path, Target, Path | None], Measurement]
+    judge: Callable[[Path, Target, Path | None], Judged]
+    confirm: Callable[[Path, Target, Path | None], Judged]
     publish: Callable[[Winner, Round, KernelProfile, Path | None], Published]
     pack_folder: Callable[[str], Path]
     rollout: Callable[[str], RolloutRecord] | None = None
@@ -64,8 +68,8 @@ class Stages:
 
 @dataclass(frozen=True)
 class Limits:
-    """``candidates`` and ``failures`` (tries in a row that bring none) bound a round, ``patience`` is how many
-    may pass without a better one; ``confirmations`` how many go through the whole workload."""
+    """``candidates`` and ``failures`` (tries in a row that bring none) bound a round, ``patience`` is how
+    many may pass without a better one; ``confirmations`` how many go through the whole workload."""
 
     candidates: int = 24
     patience: int = 8
@@ -141,7 +145,9 @@ class Loop:
         if target is None:
             found = stages.targets(profile, self._tried(one))
             if not found:
-                return self._end(one, began, "nothing_to_gain", "no op, block or layer is worth another round")
+                return self._end(
+                    one, began, "nothing_to_gain", "no op, block or layer is worth another round"
+                )
             target = found[0]
             one.save("bottleneck", target)
             journal.line(f"target {target.op} ({target.phase}): {target.why}")
@@ -170,7 +176,9 @@ class Loop:
             one,
             began,
             "won",
-            published.summary if kept else f"{published.summary}; {record.outcome.replace('_', ' ')}: {record.detail}",
+            published.summary
+            if kept
+            else f"{published.summary}; {record.outcome.replace('_', ' ')}: {record.detail}",
             trials,
             candidate=published.candidate,
             pack=published.pack if kept else "",
@@ -197,12 +205,12 @@ class Loop:
                 failures += 1
                 continue
             failures = 0
-            was_judged = one.path("measure", number).exists()
+            is_new = not one.path("verify", number).exists()
             trial = self._judge(one, number, candidate, target, base)
             trials.append(trial)
             is_best = trial.speed > (best.speed if best is not None else 0.0)
             best, since_best = (trial, 0) if is_best else (best, since_best + 1)
-            if number > recorded or (trial.verdict.passed and not was_judged):
+            if is_new:
                 self._journal.line(trial_line(number, trial, is_best=is_best))
         return trials
 
@@ -249,13 +257,12 @@ class Loop:
     ) -> Trial:
         folder = one.folder / candidate.folder
         verdict = one.load("verify", Verdict, number)
-        if verdict is None:
-            verdict = self._stages.verify(folder, target)
-            one.save("verify", verdict, number)
-        measurement = one.load("measure", Measurement, number)
-        if measurement is None and verdict.passed:
-            measurement = self._stages.measure(folder, target, base)
+        if verdict is not None:
+            return Trial(candidate, folder, verdict, one.load("measure", Measurement, number))
+        verdict, measurement = self._stages.judge(folder, target, base)
+        if measurement is not None:
             one.save("measure", measurement, number)
+        one.save("verify", verdict, number)  # after it, so that a verdict on disk is all there is to it
         return Trial(candidate, folder, verdict, measurement)
 
     def _confirm(
@@ -272,7 +279,7 @@ class Loop:
                 if candidate_digest(trial.folder) != trial.candidate.digest:
                     self._journal.line(f"{number:03d}  its files have changed since it was judged: left out")
                     continue
-                measurement = self._stages.confirm(trial.folder, target, base)
+                measurement = self._whole(trial, target, base)
                 one.save("confirm", measurement, number)
                 self._journal.line(f"{number:03d}  {measurement_line(measurement)}")
             if measurement.won:
@@ -280,6 +287,21 @@ class Loop:
                 author = trial.candidate.author
                 return Winner(trial.folder, entry, target, trial.verdict, measurement, author)
         return None
+
+    def _whole(self, trial: Trial, target: Target, base: Path | None) -> Measurement:
+        """The measurement that decides; one that found the candidate out is no win and says why."""
+        verdict, measurement = self._stages.confirm(trial.folder, target, base)
+        if measurement is not None and verdict.passed:
+            return measurement
+        return Measurement(
+            candidate=trial.candidate.name,
+            digest=trial.candidate.digest,
+            alone={},
+            end_to_end={},
+            agreement="",
+            won=False,
+            detail=f"{verdict.reason}: {verdict.detail}",
+        )
 
     def _roll_out(self, published: Published) -> RolloutRecord:
         if self._stages.rollout is None:

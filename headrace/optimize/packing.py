@@ -133,7 +133,9 @@ def verify_pack(folder: Path, keys: Keys | None = None) -> PackManifest:
         if relative not in found:
             raise PackError(f"pack {folder.name}: {relative} is missing")
         if file_digest(folder / relative) != digest:
-            raise PackError(f"pack {folder.name}: {relative} is not the file that was signed (its digest differs)")
+            raise PackError(
+                f"pack {folder.name}: {relative} is not the file that was signed (its digest differs)"
+            )
     for entry in manifest.kernels:
         _check_kernel(folder, entry)
     return manifest
@@ -179,7 +181,8 @@ def _check_evidence(name: str, digest: str, verdict: Verdict, measurement: Measu
     for what, record in (("verdict", verdict), ("measurement", measurement)):
         if record.digest != digest:
             raise PackError(
-                f"{name}: its {what} is about other files (digest {record.digest[:12]}, these are {digest[:12]})"
+                f"{name}: its {what} is about other files "
+                f"(digest {record.digest[:12]}, these are {digest[:12]})"
             )
     if not verdict.passed:
         raise PackError(f"{name}: its verdict is {verdict.reason}: {verdict.detail}")

@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """How many times faster than the baseline it surely is, alone and at its worst shape; 0 if unknown."""
+        """How many times faster than the baseline it surely is, alone, at its worst shape; 0 if unknown."""
         if self.measurement is None or not self.measurement.alone:
             return 0.0
         return min(ratio.low for ratio in self.measurement.alone.values())

@@ -96,7 +96,7 @@ class Registry:
             raise PackError(f"pack {identity[:12]}: its pack.json is another's (id {pack_id(folder)[:12]})")
         return folder
 
-    def list(self) -> list[Listed]:
+    def packs(self) -> list[Listed]:
         """Oldest first; what cannot be read is left out, ``fetch`` says why."""
         with self._reached():
             base = self._path()
@@ -114,14 +114,16 @@ class Registry:
 
     def find(self, prefix: str) -> Listed:
         """The only pack whose id begins so, or whose name is this; ``latest``: the newest."""
-        packs = self.list()
+        packs = self.packs()
         if prefix == "latest" and packs:
             return packs[-1]
         found = [one for one in packs if one.id.startswith(prefix) or one.manifest.name == prefix]
         if len(found) == 1 and prefix:
             return found[0]
         what = "several packs are" if found else "no pack is"
-        raise NotFoundError(f"{what} called {prefix!r} in {self.url}", hint="`headrace packs list` lists them")
+        raise NotFoundError(
+            f"{what} called {prefix!r} in {self.url}", hint="`headrace packs list` lists them"
+        )
 
     def record(self, action: str, pack: str, approver: str, detail: str = "") -> None:
         """Adds a line to the audit log."""
@@ -190,7 +192,9 @@ class Registry:
         return "/".join((self._root.rstrip("/"), "packs", *parts))
 
     def _missing(self, identity: str) -> NotFoundError:
-        return NotFoundError(f"no pack {identity[:12]} in {self.url}", hint="`headrace packs list` lists them")
+        return NotFoundError(
+            f"no pack {identity[:12]} in {self.url}", hint="`headrace packs list` lists them"
+        )
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:

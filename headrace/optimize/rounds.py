@@ -1,19 +1,19 @@
 """Rounds on disk: every stage is a file that appears whole or not at all, so that a killed round goes on.
 
-    rounds/<id>/
-    ├── round.json                what was asked
-    ├── 01-profile.json           KernelProfile
-    ├── 02-bottleneck.json        Target
-    ├── 03-propose-007.json       Candidate, or NoCandidate: why none came
-    ├── 04-verify-007.json        Verdict
-    ├── 05-measure-007.json       Measurement, alone
-    ├── 06-confirm-007.json       Measurement, alone and end to end
-    ├── 07-publish.json           Published
-    ├── 08-rollout.json           RolloutRecord
-    ├── 09-end.json               RoundEnd
-    ├── candidates/007/           kernel.json and sources, as they were judged
-    ├── lock                      held by the process that works on the round
-    └── transcript.md             what was said on the way
+rounds/<id>/
+├── round.json                what was asked
+├── 01-profile.json           KernelProfile
+├── 02-bottleneck.json        Target
+├── 03-propose-007.json       Candidate, or NoCandidate: why none came
+├── 04-verify-007.json        Verdict
+├── 05-measure-007.json       Measurement, alone
+├── 06-confirm-007.json       Measurement, alone and end to end
+├── 07-publish.json           Published
+├── 08-rollout.json           RolloutRecord
+├── 09-end.json               RoundEnd
+├── candidates/007/           kernel.json and sources, as they were judged
+├── lock                      held by the process that works on the round
+└── transcript.md             what was said on the way
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Round:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.spec = _read(folder / "round.json", RoundSpec)
+        self.spec: RoundSpec = _read(folder / "round.json", RoundSpec)
 
     @property
     def id(self) -> str:
@@ -107,7 +107,9 @@ class Round:
         if not path.exists():
             return None
         record: dict[str, Any] = _read(path, dict)
-        return msgspec.convert(record, NoCandidate if "type" in record else Candidate)
+        if "type" in record:
+            return msgspec.convert(record, NoCandidate)
+        return msgspec.convert(record, Candidate)
 
     def numbers(self, stage: Stage) -> list[int]:
         """The numbers of the candidates that have been through ``stage``, in order."""
@@ -203,7 +205,8 @@ class RoundStore:
             return found[0]
         what = "several rounds are" if found else "no round is"
         raise NotFoundError(
-            f"{what} called {prefix!r} in {self.folder}", hint="`headrace rounds` lists them; `last` is one too"
+            f"{what} called {prefix!r} in {self.folder}",
+            hint="`headrace rounds` lists them; `last` is one too",
         )
 
     def unfinished(self, *, model: str, workload: str, proposer: str) -> Round | None:
@@ -245,7 +248,9 @@ def _read(path: Path, kind: Any) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (msgspec.DecodeError, OSError) as error:
-        raise CorruptFileError(f"{path}: {error}", hint="remove the file, and its stage is done again") from error
+        raise CorruptFileError(
+            f"{path}: {error}", hint="remove the file, and its stage is done again"
+        ) from error
 
 
 def _pretty(record: msgspec.Struct) -> bytes:

@@ -135,8 +135,8 @@ def _why(entry: OpProfile, worth: _Worth, shape: CallShape) -> str:
     return (
         f"{entry.path} takes {100 * entry.share:.0f} % of a {worth.phase.phase} step of "
         f"{1e3 * worth.phase.step_s:.2f} ms and runs at {100 * entry.roof_share:.0f} % of its roof "
-        f"({entry.bound}-bound, {shape.rows} rows): at the roof a step saves {1e3 * entry.recoverable_s:.2f} ms, "
-        f"the workload runs {_gain(worth.share):.2f}x"
+        f"({entry.bound}-bound, {shape.rows} rows): at the roof a step saves "
+        f"{1e3 * entry.recoverable_s:.2f} ms, the workload runs {_gain(worth.share):.2f}x"
     )
 
 

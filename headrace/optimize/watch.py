@@ -1,6 +1,6 @@
 """Starts rounds by themselves: when the workload drifted, a target is missed, or the hardware is new.
 
-    look (now and then) ──► triggers ──► is there budget left? ──► rounds, on the workload as it is now
+look (now and then) ──► triggers ──► is there budget left? ──► rounds, on the workload as it is now
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Budget:
 
 
 def find_triggers(
-    last: KernelProfile | None, seen: KernelProfile, targets: Mapping[str, float], *, limit: float = DRIFT_LIMIT
+    last: KernelProfile | None,
+    seen: KernelProfile,
+    targets: Mapping[str, float],
+    *,
+    limit: float = DRIFT_LIMIT,
 ) -> list[Trigger]:
     """Why a round should run: ``last`` is the profile that the latest round began from, ``seen`` a new one.
 
@@ -65,7 +69,9 @@ def find_triggers(
         ceiling = targets.get(phase.phase)
         if ceiling is not None and phase.unprofiled_step_s > ceiling:
             took, may = 1e3 * phase.unprofiled_step_s, 1e3 * ceiling
-            found.append(Trigger("missed_target", f"a {phase.phase} step takes {took:.2f} ms, it may {may:.2f}"))
+            found.append(
+                Trigger("missed_target", f"a {phase.phase} step takes {took:.2f} ms, it may {may:.2f}")
+            )
     return found
 
 

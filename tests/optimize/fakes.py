@@ -1,7 +1,7 @@
 """A whole loop without a machine: a profile of three ops, a proposer that counts, a judge that knows.
 
-``python -m tests.optimize.fakes FOLDER ROUNDS`` runs it as a process of its own that can be killed; each stage
-adds a line to ``FOLDER/calls``, and where ``FOLDER/stop-at`` names a stage's line, it stops there and waits.
+``python -m tests.optimize.fakes FOLDER ROUNDS`` runs it as a process of its own that can be killed; each
+stage adds a line to ``FOLDER/calls``, and where ``FOLDER/stop-at`` names such a line it stops and waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.models.config import DecoderConfig, RopeSpec
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.journal import Journal
 from headrace.optimize.keys import Keys
-from headrace.optimize.loop import Limits, Loop, Stages
+from headrace.optimize.loop import Judged, Limits, Loop, Stages
 from headrace.optimize.packing import Winner, make_pack
 from headrace.optimize.proposal import CandidateSource, Trial
 from headrace.optimize.records import (
@@ -118,13 +118,18 @@ def kernel_profile(*phases: PhaseProfile) -> KernelProfile:
 
 def ratio(median: float, spread: float = 0.01) -> Ratio:
     return Ratio(
-        median=median, low=median - spread, high=median + spread, pairs=20, baseline_s=1.0, candidate_s=1 / median
+        median=median,
+        low=median - spread,
+        high=median + spread,
+        pairs=20,
+        baseline_s=1.0,
+        candidate_s=1 / median,
     )
 
 
 @dataclass
 class Climber:
-    """Candidate n is ``speeds[n]`` times faster; a string: how its verdict fails; None: nothing more to try."""
+    """Candidate n is ``speeds[n]`` times faster; a string: its verdict's reason; None: no more to try."""
 
     speeds: Sequence[float | str | None] = (1.1, "wrong_result", 1.5, 1.3)
     author: str = "climber"
@@ -148,11 +153,12 @@ class Climber:
 
 @dataclass
 class World:
-    """Fake stages in ``folder``; ``end_to_end`` is what a candidate's speed alone comes to on the workload."""
+    """Fake stages in ``folder``; ``end_to_end`` is what a speed alone comes to on the workload."""
 
     folder: Path
     end_to_end: Callable[[float], float] = lambda speed: 1 + (speed - 1) / 2
     rollout: Callable[[str], RolloutRecord] | None = None
+    found_out: bool = False
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -161,13 +167,17 @@ class World:
         self.registry = Registry(str(self.folder / "registry"), keys=self.keys)
 
     def loop(
-        self, proposer: Climber, *, limits: Limits | None = None, say: Callable[[str], None] = print, base: str = ""
+        self,
+        proposer: Climber,
+        *,
+        limits: Limits | None = None,
+        say: Callable[[str], None] = print,
+        base: str = "",
     ) -> Loop:
         stages = Stages(
             profile=self._profile,
             targets=self._targets,
-            verify=self._verify,
-            measure=self._measure,
+            judge=self._judge,
             confirm=self._confirm,
             publish=self._publish,
             pack_folder=self.registry.fetch,
@@ -200,8 +210,12 @@ class World:
     def _targets(self, profile: KernelProfile, tried: Sequence[Tried]) -> list[Target]:
         return find_targets(profile, CONFIG, tried, block_size=32)
 
-    def _verify(self, folder: Path, target: Target) -> Verdict:
-        self._called(f"verify {folder.name}")
+    def _judge(self, folder: Path, target: Target, base: Path | None) -> Judged:
+        self._called(f"judge {folder.name}")
+        verdict = self._verdict(folder)
+        return verdict, self._measurement(folder, {}) if verdict.passed else None
+
+    def _verdict(self, folder: Path) -> Verdict:
         word = (folder / "k.cpp").read_text().split()[1]
         passed = word[0].isdigit()
         return Verdict(
@@ -214,13 +228,13 @@ class World:
             sandbox="none",
         )
 
-    def _measure(self, folder: Path, target: Target, base: Path | None) -> Measurement:
-        self._called(f"measure {folder.name}")
-        return self._measurement(folder, {})
-
-    def _confirm(self, folder: Path, target: Target, base: Path | None) -> Measurement:
+    def _confirm(self, folder: Path, target: Target, base: Path | None) -> Judged:
         self._called(f"confirm {folder.name}")
-        return self._measurement(folder, {"decode_tok_s": ratio(self.end_to_end(_speed(folder)))})
+        verdict = self._verdict(folder)
+        if self.found_out:
+            return msgspec.structs.replace(verdict, passed=False, reason="stale_result", detail="late"), None
+        end_to_end = {"decode_tok_s": ratio(self.end_to_end(_speed(folder)))}
+        return verdict, self._measurement(folder, end_to_end)
 
     def _measurement(self, folder: Path, end_to_end: dict[str, Ratio]) -> Measurement:
         return Measurement(
@@ -247,7 +261,9 @@ class World:
             base=base,
         )
         identity = self.registry.publish(folder, approver="test")
-        return Published(pack=identity, registry=self.registry.url, candidate=winner.folder.name, summary="faster")
+        return Published(
+            pack=identity, registry=self.registry.url, candidate=winner.folder.name, summary="faster"
+        )
 
 
 def _speed(folder: Path) -> float:

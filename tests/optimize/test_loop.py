@@ -26,10 +26,10 @@ def test_the_fastest_right_candidate_is_confirmed_and_published(tmp_path: Path) 
     assert proposer.asked[2:4] == [("decoder_layer", 1.09, 2), ("decoder_layer", 1.49, 3)]
     assert world.calls == [
         "profile stock",
-        *("verify 001", "measure 001", "verify 002", "verify 003", "measure 003", "verify 004", "measure 004"),
+        *("judge 001", "judge 002", "judge 003", "judge 004"),
         *("confirm 003", "publish 003"),
     ]
-    (listed,) = world.registry.list()
+    (listed,) = world.registry.packs()
     assert listed.id == end.pack
     assert [entry.op for entry in listed.manifest.kernels] == ["decoder_layer"]
     assert sum(line.startswith("  00") for line in said) == 5  # one a candidate, one for the confirmation
@@ -58,10 +58,17 @@ def test_a_win_alone_that_loses_end_to_end_is_not_published(tmp_path: Path) -> N
     first, second = world.loop(Climber(), limits=Limits(confirmations=2)).run(2)
     assert [first.outcome, second.outcome] == ["no_win", "no_win"]
     assert [call for call in world.calls if call.startswith("confirm")] == ["confirm 003", "confirm 004"] * 2
-    assert world.registry.list() == []
+    assert world.registry.packs() == []
     # what was tried in vain is not tried again
     targets = [one.load("bottleneck", Target) for one in world.store.rounds()]
     assert [target.op for target in targets if target is not None] == ["decoder_layer", "mlp_block"]
+
+
+def test_what_is_found_out_on_the_whole_workload_is_no_win(tmp_path: Path) -> None:
+    world = World(tmp_path, found_out=True)
+    (end,) = world.loop(Climber()).run(1)
+    assert end.outcome == "no_win"
+    assert "stale_result: late" in world.store.rounds()[0].transcript.read_text()
 
 
 def test_it_ends_when_nothing_is_left_to_gain(tmp_path: Path) -> None:
@@ -114,7 +121,9 @@ def test_files_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("outcome", "keeps"), [("rolled_out", True), ("rolled_back", False)])
 def test_a_pack_that_was_taken_back_is_no_baseline(tmp_path: Path, outcome: str, keeps: bool) -> None:
     def rollout(pack: str) -> RolloutRecord:
-        return RolloutRecord(pack=pack, outcome=outcome, approver="policy", detail="canary", steps=["prepared"])  # type: ignore[arg-type]
+        return RolloutRecord(
+            pack=pack, outcome=outcome, approver="policy", detail="canary", steps=["prepared"]
+        )  # type: ignore[arg-type]
 
     world = World(tmp_path, rollout=rollout)
     world.loop(Climber()).run(2)
@@ -133,7 +142,7 @@ def test_time_that_is_up_ends_the_candidates_and_the_rounds(tmp_path: Path) -> N
     assert 1 <= end.candidates < 20
 
 
-@pytest.mark.parametrize("stop_at", ["profile stock", "verify 003", "measure 003", "confirm 003", "publish 003"])
+@pytest.mark.parametrize("stop_at", ["profile stock", "judge 003", "confirm 003", "publish 003"])
 def test_a_round_that_was_killed_goes_on_and_repeats_nothing_finished(tmp_path: Path, stop_at: str) -> None:
     """A real process, killed with SIGKILL in the middle of a stage; only that stage is done again."""
     (tmp_path / "stop-at").write_text(stop_at)

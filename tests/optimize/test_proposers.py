@@ -94,7 +94,13 @@ def test_the_code_of_an_answer_becomes_a_candidate(server: Server) -> None:
     sent = server.asked[0]
     assert sent["model"] == "small"
     told = sent["messages"][1]["content"]
-    for expected in ("def decoder_layer(", "hr_run", "gate_up (weight)", "hidden_size 64", "runs at 20 % of its roof"):
+    for expected in (
+        "def decoder_layer(",
+        "hr_run",
+        "gate_up (weight)",
+        "hidden_size 64",
+        "runs at 20 % of its roof",
+    ):
         assert expected.replace("gate_up (weight)", "`gate_up` (weight)") in told, expected
 
 
@@ -104,7 +110,12 @@ def test_prose_is_asked_again_and_then_recorded(server: Server) -> None:
     source = one.propose(TARGET, None, [], RNG)
     assert source is not None
     assert source.note == "attempt 2"
-    assert [message["role"] for message in server.asked[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in server.asked[1]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
     server.script = ["I still cannot."]
     with pytest.raises(ProposalError, match=r"3 tries: the answer holds no C\+\+") as caught:
         one.propose(TARGET, None, [], RNG)

@@ -124,7 +124,9 @@ def cut_manifest(pack: Path) -> None:
         (cut_manifest, "pack.json"),
     ],
 )
-def test_what_does_not_hold_is_refused(pack: Path, keys: Keys, change: Callable[[Path], None], reason: str) -> None:
+def test_what_does_not_hold_is_refused(
+    pack: Path, keys: Keys, change: Callable[[Path], None], reason: str
+) -> None:
     change(pack)
     with pytest.raises(PackError, match=reason) as caught:
         verify_pack(pack, keys)
@@ -159,7 +161,9 @@ def test_evidence_must_be_about_these_files_and_a_win(tmp_path: Path, keys: Keys
         make(tmp_path, keys, lost, name="second")
 
 
-def test_a_signed_pack_whose_evidence_is_of_another_kernel_is_refused(tmp_path: Path, pack: Path, keys: Keys) -> None:
+def test_a_signed_pack_whose_evidence_is_of_another_kernel_is_refused(
+    tmp_path: Path, pack: Path, keys: Keys
+) -> None:
     """Signed with the right key, every digest right: but the verdict is about another file."""
     other = winner(tmp_path / "other", text="// never judged\n")
     manifest = read_manifest(pack)
@@ -176,7 +180,9 @@ def test_a_signed_pack_whose_evidence_is_of_another_kernel_is_refused(tmp_path: 
 
 
 def test_a_pack_contains_what_it_builds_on(tmp_path: Path, pack: Path, keys: Keys) -> None:
-    head = make(tmp_path, keys, winner(tmp_path / "b", op="logits_head", text="// b\n"), name="second", base=pack)
+    head = make(
+        tmp_path, keys, winner(tmp_path / "b", op="logits_head", text="// b\n"), name="second", base=pack
+    )
     manifest = verify_pack(head, keys)
     assert [entry.op for entry in manifest.kernels] == ["decoder_layer", "logits_head"]
     assert manifest.builds_on == pack_id(pack)
@@ -195,9 +201,11 @@ def test_any_registry_gives_back_what_was_published(
     registry = Registry(str(tmp_path / "registry") if place == "folder" else place, keys=keys)
     identity = registry.publish(pack, approver="me")
     assert registry.publish(pack, approver="me") == identity
-    (listed,) = registry.list()
+    (listed,) = registry.packs()
     assert (listed.id, listed.manifest.round_id) == (identity, "r1")
-    assert registry.find(identity[:6]).id == registry.find("latest").id == registry.find("tiny").id == identity
+    assert (
+        registry.find(identity[:6]).id == registry.find("latest").id == registry.find("tiny").id == identity
+    )
     folder = registry.fetch(identity)
     assert verify_pack(folder, keys) == read_manifest(pack)
     assert [event.action for event in registry.audit()] == ["published", "published"]
@@ -226,7 +234,7 @@ def test_what_is_half_there_is_no_pack(tmp_path: Path, pack: Path, keys: Keys) -
     identity = registry.publish(pack, approver="me")
     (tmp_path / "registry" / "packs" / identity / "signature.json").unlink()
     (tmp_path / "registry" / "packs" / ".partial-x").mkdir()
-    assert registry.list() == []
+    assert registry.packs() == []
     with (tmp_path / "registry" / "audit.jsonl").open("ab") as file:
         file.write(b'{"at": "20')
     assert len(registry.audit()) == 1

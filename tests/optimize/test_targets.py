@@ -42,7 +42,10 @@ def test_what_was_tried_in_vain_is_left_out_and_what_won_counts_less() -> None:
     profile = phase_profile({LAYER: 3e-3, HEAD: 2e-3})
     layer, head = targets(profile)
     assert [target.op for target in targets(profile, [Tried(layer, won=False)])] == ["logits_head"]
-    assert [target.op for target in targets(profile, [Tried(layer, won=True)])] == ["logits_head", "decoder_layer"]
+    assert [target.op for target in targets(profile, [Tried(layer, won=True)])] == [
+        "logits_head",
+        "decoder_layer",
+    ]
     assert targets(profile, [Tried(layer, won=False), Tried(head, won=False)]) == []
 
 

@@ -78,7 +78,9 @@ class Agent:
         if not self._words or shutil.which(self._words[0]) is None:
             raise ProposalError(f"--agent: no command {' '.join(self._words)!r}", hint="name one on the PATH")
         environment = dict(os.environ)
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
+        environment["PATH"] = (
+            f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
+        )
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self._words,
@@ -105,15 +107,16 @@ def lay_out(
     begun = skeleton(target, text)
     task = [
         "# Write a faster kernel",
-        f"Edit `{SOURCE}` (and `{ENTRY_FILE}` if it should cover less, or needs other compiler flags) so that it "
-        f"computes `{target.op}` right and as fast as this machine can. You have {minutes:g} minutes.",
-        "`headrace judge .` builds and checks it in a sandbox and times it against what runs today; call it as "
-        "often as you like (`--verify-only` and `--quick` are faster). Its verdict is the only one that counts: "
-        "hidden shapes and inputs, a float64 reference. What lies in this folder when you end is your answer.",
+        f"Edit `{SOURCE}` so that it computes `{target.op}` right and as fast as this machine can; edit "
+        f"`{ENTRY_FILE}` if it should cover less or needs compiler flags. You have {minutes:g} minutes.",
+        "`headrace judge .` builds and checks it in a sandbox and times it against what runs today; call it "
+        "as often as you like (`--verify-only` and `--quick` are faster). Its verdict is the only one that "
+        "counts: hidden shapes and inputs, a float64 reference. What lies in this folder when you end is "
+        "your answer.",
         facts(target, text),
-        "`reference.py` says what the op means, `headrace_kernel.h` how a kernel is called. Sums in float32 or "
-        "wider; no files, no network, no threads but OpenMP's inside hr_run, no state between calls but the "
-        "packed weights.",
+        "`reference.py` says what the op means, `headrace_kernel.h` how a kernel is called. Sums in float32 "
+        "or wider; no files, no network, no threads but OpenMP's inside hr_run, no state between calls but "
+        "the packed weights.",
         results(best, history),
     ]
     (folder / "task.md").write_text("\n\n".join(part for part in task if part) + "\n", encoding="utf-8")
@@ -143,7 +146,9 @@ def collect(folder: Path, begun: str, author: str, ended: str, log: str) -> Cand
     for name in names:
         total += (folder / name).stat().st_size
         if len(files) >= _MAX_FILES or total > _MAX_BYTES:
-            raise ProposalError(f"the agent {ended}: more than {_MAX_FILES} files or {_MAX_BYTES} bytes", reply=log)
+            raise ProposalError(
+                f"the agent {ended}: more than {_MAX_FILES} files or {_MAX_BYTES} bytes", reply=log
+            )
         files[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
     if entry.source not in files:
         raise ProposalError(f"the agent {ended}: {entry.source!r} is not there", reply=log)

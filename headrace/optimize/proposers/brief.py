@@ -23,7 +23,15 @@ _PARTS = {
     "gated_linear": ("linear", "activation_and_mul"),
     "mlp_block": ("gated_linear", "linear", "activation_and_mul"),
     "attention_block": ("linear", "rope", "attention"),
-    "decoder_layer": ("rms_norm", "attention_block", "mlp_block", "gated_linear", "linear", "rope", "attention"),
+    "decoder_layer": (
+        "rms_norm",
+        "attention_block",
+        "mlp_block",
+        "gated_linear",
+        "linear",
+        "rope",
+        "attention",
+    ),
 }
 
 
@@ -40,7 +48,9 @@ def op_text(target: Target) -> OpText:
     from headrace.kernels import composite, reference
 
     names = (target.op, *_PARTS.get(target.op, ()))
-    sources = [inspect.getsource(getattr(composite, name, None) or getattr(reference, name)) for name in names]
+    sources = [
+        inspect.getsource(getattr(composite, name, None) or getattr(reference, name)) for name in names
+    ]
     if any(name == "attention" for name in names):
         sources.append(inspect.getsource(reference._attend))
     return OpText(SIGNATURES[target.op], "\n\n".join(sources))
@@ -90,9 +100,9 @@ def skeleton(target: Target, text: OpText) -> str:
 
 def facts(target: Target, text: OpText) -> str:
     """The target in Markdown: what, why, shapes, slots, machine."""
-    present = set(target.present)
+    absent = {slot.name for slot in text.signature.slots if slot.optional} - set(target.present)
     slots = [
-        f"- `{slot.name}` ({slot.role}{', absent here' if slot.optional and slot.name not in present else ''})"
+        f"- `{slot.name}` ({slot.role}{', absent here' if slot.name in absent else ''})"
         for slot in text.signature.slots
     ]
     shapes = [

@@ -36,7 +36,9 @@ _SYSTEM = (
     "You write fast CPU kernels in C++17. Answer with one complete source file in one ```cpp code block: "
     "no ellipses, nothing left out."
 )
-_AGAIN = "That answer held no complete C++ source with hr_run. Answer with one ```cpp code block and nothing else."
+_AGAIN = (
+    "That answer held no complete C++ source with hr_run. Answer with one ```cpp code block and nothing else."
+)
 
 
 class Endpoint:
@@ -90,7 +92,11 @@ class Endpoint:
                     note=f"attempt {attempt}",
                 )
             last = "the answer holds no C++ source with hr_run"
-            messages = [*messages[:2], {"role": "assistant", "content": reply}, {"role": "user", "content": _AGAIN}]
+            messages = [
+                *messages[:2],
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": _AGAIN},
+            ]
         raise ProposalError(f"{ATTEMPTS} tries: {last}", reply=reply[:_REPLY_CHARS])
 
     def _ask(self, messages: Sequence[Mapping[str, str]], seed: int) -> str:
