@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class JudgeOptions:
     def cpus(self) -> frozenset[int]:
         """The cores that both sides of a comparison are pinned to."""
         return frozenset(sorted(os.sched_getaffinity(0))[: self.num_threads])
+
+    def with_threads(self, threads: int) -> JudgeOptions:
+        return replace(self, threads=threads)
 
     @staticmethod
     def quick() -> JudgeOptions:

@@ -58,7 +58,7 @@ def build_runner() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}-{os.getpid()}")
-    command = [compiler, "-O2", "-rdynamic", f"-I{INCLUDE}", str(SOURCE), "-o", str(scratch), "-ldl", "-lm"]
+    command = [compiler, "-O2", "-rdynamic", f"-I{INCLUDE}", str(SOURCE), "-o", str(scratch), "-ldl", "-lm", "-pthread"]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode != 0:
         raise StartupError(f"the judge's runner does not compile: {result.stderr[:1000]}")

@@ -71,23 +71,14 @@ def verified(
     began = time.monotonic()
     held, digest, build_s = "", candidate_digest(folder), 0.0
     try:
-        runner = build_runner()
-        sandbox = Sandbox.find(runner)
-        held = sandbox.describe()
-        copy = scratch / "candidate"
-        copy.mkdir()
-        taken = take(folder, target, copy)
-        digest = taken.digest
-        library, build_s = compile_caged(sandbox, taken, scratch, timeout_s=options.compile_s)
-        made = problem or problem_for(target, taken.entry)
-        built = Built(taken, library, made, sandbox, build_s)
+        built = build(folder, target, scratch, problem=problem, options=options)
+        held, build_s = built.sandbox.describe(), built.build_s
         errors = check(built, options)
     except Rejected as rejected:
-        verdict = failed(folder, digest, rejected, held, time.monotonic() - began, build_s)
-        return verdict, None
+        return failed(folder, digest, rejected, held, time.monotonic() - began, build_s), None
     verdict = Verdict(
         candidate=folder.name,
-        digest=digest,
+        digest=built.taken.digest,
         passed=True,
         reason="ok",
         detail=f"{len(errors)} kinds of calls",
@@ -97,6 +88,18 @@ def verified(
         build_s=build_s,
     )
     return verdict, built
+
+
+def build(
+    folder: Path, target: Target, scratch: Path, *, problem: Problem | None, options: JudgeOptions
+) -> Built:
+    """The candidate, taken in and compiled. Raises Rejected."""
+    sandbox = Sandbox.find(build_runner())
+    copy = scratch / "candidate"
+    copy.mkdir()
+    taken = take(folder, target, copy)
+    library, build_s = compile_caged(sandbox, taken, scratch, timeout_s=options.compile_s)
+    return Built(taken, library, problem or problem_for(target, taken.entry), sandbox, build_s)
 
 
 def failed(
