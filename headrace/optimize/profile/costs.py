@@ -11,6 +11,7 @@ streams through, and thus the footprint of the roof.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,7 +229,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_COSTS = {
+_COSTS: dict[str, Callable[..., Cost]] = {
     "embedding": _embedding,
     "linear": _linear,
     "gated_linear": _gated_linear,

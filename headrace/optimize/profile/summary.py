@@ -111,7 +111,9 @@ def _phase_profile(phase: Phase, steps: list[StepProfile], roofs: Roofs) -> Phas
         unnamed_s=float(np.mean(unnamed_s)),
         instrument_s=float(np.mean(instrument_s)),
         footprint=footprint,
-        ops=[_op_profile(path, entry, phase, count, mean_step, roofs) for path, entry in entries.items()],
+        ops=[
+            _op_profile(path, entries[path], phase, count, mean_step, roofs) for path in tree_order(entries)
+        ],
     )
 
 
@@ -186,6 +188,20 @@ def _op_profile(
         layers=layers,
         layer_s=[entry.layer_totals[layer] / num_steps for layer in layers],
     )
+
+
+def tree_order(paths: Iterable[str]) -> list[str]:
+    """Paths with what is inside of each right after it, otherwise in the order given."""
+    children: defaultdict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        children[path.rpartition("/")[0]].append(path)
+    ordered: list[str] = []
+    open_paths = children[""][::-1]
+    while open_paths:
+        path = open_paths.pop()
+        ordered.append(path)
+        open_paths += children[path][::-1]
+    return ordered
 
 
 def op_profile(

@@ -25,6 +25,7 @@ COLUMNS = (
     "gain",
 )
 UNKNOWN = "-"
+_SHOWN_SHARE = 0.0005
 FOOTNOTES = (
     "Times are per step: the median over repeated runs of a step, the mean over the phase's steps; ± is the "
     "interquartile range of self time.",
@@ -38,7 +39,6 @@ FOOTNOTES = (
 
 def op_cells(op: OpProfile) -> list[str]:
     """One row, in the order of COLUMNS."""
-    known = is_kernel(op)
     roofed = op.roof_share > 0
     return [
         "  " * depth(op) + op.path.rpartition("/")[2],
@@ -53,17 +53,17 @@ def op_cells(op: OpProfile) -> list[str]:
         f"{op.gbytes_per_s:.1f}" if op.bytes else UNKNOWN,
         f"{op.gflops_per_s:.1f}" if op.flops else UNKNOWN,
         f"{op.roof_share * 100:.1f}" if roofed else UNKNOWN,
-        op.bound if known else "engine",
+        op.bound,
         f"{op.recoverable_s * 1e3:.3f}" if roofed else UNKNOWN,
         f"{op.end_to_end_gain:.2f}x" if roofed else UNKNOWN,
     ]
 
 
 def totals(phase: PhaseProfile) -> list[tuple[str, float]]:
-    """What a step's time is made of, in seconds: kernels, the engine around them, and what is left."""
+    """What a step's time is made of, in seconds: ops, what stands around them, and what is left."""
     kernels = sum(op.self_s for op in phase.ops if is_kernel(op))
-    engine = sum(op.self_s for op in phase.ops if not is_kernel(op))
-    return [("ops", kernels), ("engine", engine), ("unnamed", phase.unnamed_s)]
+    around = sum(op.self_s for op in phase.ops if not is_kernel(op))
+    return [("ops", kernels), ("around them", around), ("unnamed", phase.unnamed_s)]
 
 
 def title(phase: PhaseProfile) -> str:
@@ -123,12 +123,16 @@ def print_profile(profile: KernelProfile) -> None:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title(phase), title_justify="left")
         for index, name in enumerate(COLUMNS):
             table.add_column(name, justify="left" if index == 0 or name == "bound" else "right", no_wrap=True)
-        for op in phase.ops:
+        shown = [op for op in phase.ops if op.total_s >= _SHOWN_SHARE * phase.step_s]
+        for op in shown:
             table.add_row(*op_cells(op), style=None if is_kernel(op) else "dim")
         share = _percent(phase.unnamed_s, phase.step_s).removesuffix(" %")
         unnamed = ["unnamed", "", "", f"{phase.unnamed_s * 1e3:.3f}", "", "", share]
         table.add_row(*unnamed, style="dim")
         console.print(table)
+        if len(shown) < len(phase.ops):
+            left_out = f"{len(phase.ops) - len(shown)} more below {100 * _SHOWN_SHARE:g} % of the step each"
+            console.print(left_out, markup=False, style="dim")
         console.print(check(phase), markup=False, soft_wrap=True)
     for line in (*roof_lines(profile), *FOOTNOTES):
         console.print(line, markup=False, style="dim", soft_wrap=True)

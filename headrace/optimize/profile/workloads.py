@@ -150,7 +150,8 @@ def run(
     before the same steps, whatever the clock says. A step is ``engine.step`` and the taking of its events.
     Raises what the engine says of a request that fails.
     """
-    assert not engine.has_work, "a workload needs an idle engine"
+    is_idle = not engine.has_work
+    assert is_idle, "a workload needs an idle engine"
     engine.scheduler.reset_prefix_cache()
     requests = [_request(index, each) for index, each in enumerate(workload.requests)]
     done = WorkloadRun(tokens=[[] for _ in requests])
