@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +23,7 @@ from headrace.models.fields import read_json
 from headrace.models.resolve import resolve_model
 from headrace.optimize.journal import Journal
 from headrace.optimize.keys import Keys
-from headrace.optimize.loop import Limits, Loop, Stages
+from headrace.optimize.loop import Judged, Limits, Loop, Stages
 from headrace.optimize.packing import SIGNATURE, Winner, make_pack
 from headrace.optimize.proposal import Proposer
 from headrace.optimize.records import KernelProfile, Published, RolloutRecord, Target
@@ -29,6 +31,9 @@ from headrace.optimize.registry import Registry
 from headrace.optimize.rounds import Round, RoundEnd, RoundStore
 from headrace.optimize.targets import Tried, find_targets
 from headrace.optimize.watch import Budget, latest_profile, watch
+
+if TYPE_CHECKING:
+    from headrace.optimize.profile.workloads import Workload
 
 PROFILE_S = 12.0
 """Seconds of passes over the workload."""
@@ -49,6 +54,7 @@ class KernelLoop:
         workload: str,
         engine: EngineConfig,
         proposer: Proposer,
+        wanted: Callable[[Target], bool],
         limits: Limits,
         rounds_dir: Path | None,
         registry_url: str,
@@ -67,8 +73,10 @@ class KernelLoop:
                 hint="kernels are written for the families that Headrace defines itself",
             )
         self._config: DecoderConfig = read_config(raw)
+        self._folder = resolved.folder
         self._model, self._workload, self._engine = model, workload, engine
         self._proposer, self._limits, self._seed = proposer, limits, seed
+        self._wanted = wanted
         self._op, self._port, self._approver, self._say = op, port, approver, say
         self._store = RoundStore(rounds_dir)
         self._keys = Keys()
@@ -123,15 +131,11 @@ class KernelLoop:
         )
 
     def _stages(self) -> Stages:
-        from headrace.optimize.judge import measure as judge_measure
-        from headrace.optimize.judge.verify import verify
-
         return Stages(
             profile=self._profile,
             targets=self._targets,
-            verify=verify,
-            measure=judge_measure.alone,
-            confirm=judge_measure.whole,
+            judge=partial(self._judge, end_to_end=False),
+            confirm=partial(self._judge, end_to_end=True),
             publish=self._publish,
             pack_folder=self._registry.fetch,
             rollout=None if self._port is None else self._roll_out,
@@ -140,24 +144,43 @@ class KernelLoop:
     def _profile(self, base: Path | None) -> KernelProfile:
         from headrace.llm import LLM
         from headrace.optimize.profile.collect import profile_engine
-        from headrace.optimize.profile.workloads import load_workload
 
         knobs = {**msgspec.structs.asdict(self._engine), "pack": str(base) if base is not None else None}
         with LLM(self._model, **knobs) as llm:
-            workload = load_workload(
-                self._workload,
-                self._config.vocab_size,
-                max_len=llm.engine.max_model_len,
-                encode=llm.tokenizer.encode,
-            )
-            profile = profile_engine(llm.engine, workload, model=self._model, seconds=PROFILE_S)
+            profile = profile_engine(llm.engine, self._requests(), model=self._model, seconds=PROFILE_S)
         del llm
         gc.collect()  # the weights, before the judge loads its own
         return profile
 
+    def _requests(self) -> Workload:
+        """The workload as it is now, for profile and judge alike."""
+        from headrace.optimize.profile.workloads import load_workload
+        from headrace.text.tokenizer import Tokenizer
+
+        longest = self._config.max_position_embeddings
+        return load_workload(
+            self._workload,
+            self._config.vocab_size,
+            max_len=min(longest, self._engine.max_model_len or longest),
+            encode=lambda text: Tokenizer.from_folder(self._folder, None).encode(text),
+        )
+
+    def _judge(self, folder: Path, target: Target, base: Path | None, *, end_to_end: bool) -> Judged:
+        from headrace.optimize.judge.judge import judge
+        from headrace.optimize.judge.options import JudgeOptions
+
+        return judge(
+            folder,
+            target,
+            baseline_pack=base,
+            workload=self._requests() if end_to_end else None,
+            end_to_end=end_to_end,
+            options=JudgeOptions(threads=self._engine.threads or 0),
+        )
+
     def _targets(self, profile: KernelProfile, tried: Sequence[Tried]) -> list[Target]:
         found = find_targets(profile, self._config, tried, block_size=self._engine.block_size)
-        return [target for target in found if not self._op or target.op == self._op]
+        return [target for target in found if self._op in ("", target.op) and self._wanted(target)]
 
     def _publish(self, winner: Winner, one: Round, profile: KernelProfile, base: Path | None) -> Published:
         from headrace.kernels.native.build import cpu_features

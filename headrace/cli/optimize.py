@@ -17,6 +17,7 @@ from headrace.core.knobs import EngineConfig, GatewayConfig
 if TYPE_CHECKING:
     from headrace.optimize.loop import Limits
     from headrace.optimize.proposal import Proposer
+    from headrace.optimize.records import Target
 
 PROPOSERS = ("search", "endpoint", "agent")
 EXAMPLES = """
@@ -111,6 +112,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     engine = load_config(EngineConfig, vars(arguments), os.environ, {})
+    if engine.quantization != "none":
+        raise UsageError(
+            f"--quantization {engine.quantization}: kernels are judged on weights as they were loaded",
+            hint="leave out --quantization",
+        )
     if engine.pack:
         raise UsageError("optimize builds on --base, not on --pack", hint="--base takes a pack's id")
     port = _port(arguments.rollout)
@@ -124,7 +130,8 @@ def main(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         workload=arguments.workload,
         engine=engine,
-        proposer=_proposer(arguments),
+        proposer=_proposer(arguments, engine.threads),
+        wanted=_covers(arguments.proposer),
         limits=_limits(arguments),
         rounds_dir=Path(arguments.rounds_dir).expanduser() if arguments.rounds_dir else None,
         registry_url=arguments.registry,
@@ -156,7 +163,16 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     )
 
 
-def _proposer(arguments: argparse.Namespace) -> Proposer:
+def _covers(proposer: str) -> Callable[[Target], bool]:
+    """Which targets are worth a round: a search has templates for some alone."""
+    if proposer != "search":
+        return lambda target: True
+    from headrace.optimize.proposers.search import covers
+
+    return covers
+
+
+def _proposer(arguments: argparse.Namespace, threads: int | None) -> Proposer:
     if arguments.proposer == "agent":
         from headrace.optimize.proposers.agent import Agent
 
@@ -177,8 +193,7 @@ def _proposer(arguments: argparse.Namespace) -> Proposer:
         )
     from headrace.optimize.proposers.search import Search
 
-    search: Proposer = Search()
-    return search
+    return Search(threads)
 
 
 def _port(text: str) -> int | None:

@@ -42,10 +42,11 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """How many times faster than the baseline it surely is, alone, at its worst shape; 0 if unknown."""
+        """How many times faster than the baseline it surely is, alone, at the target's first shape, which is
+        the most frequent; 0 if unknown."""
         if self.measurement is None or not self.measurement.alone:
             return 0.0
-        return min(ratio.low for ratio in self.measurement.alone.values())
+        return next(iter(self.measurement.alone.values())).low
 
 
 class ProposalError(HeadraceError):
