@@ -206,6 +206,13 @@ class Registry:
             ) from error
 
 
+def verify(folder: Path) -> str:
+    """The id of the pack in ``folder``, once its signature, files and evidence hold against this user's
+    trusted keys. Raises PackError. What a server calls before its replicas build anything."""
+    verify_pack(folder)
+    return pack_id(folder)
+
+
 def default_registry() -> Path:
     """The registry that is used when none is named."""
     return data_folder() / "registry"
