@@ -1,4 +1,4 @@
-#include "attention.cpp"
+#include "attention_decode.cpp"
 #include "panels.cpp"
 // An attention block in three phases with a barrier between them: project, attend, output.
 
@@ -10,21 +10,6 @@ struct AttentionPack {
     int64_t qkv_bias, o_bias, q_norm, k_norm, sinks;
 };
 
-// Reserves room for a weight vector of ``t`` when it is there.
-INLINE int64_t reserve(const hr_tensor &t, int64_t &end) {
-    if (!t.data) return 0;
-    int64_t at = end;
-    end += (padded(t.shape[0]) + 2 * LANES) * 4 / 64 * 64;
-    return at;
-}
-INLINE void pack_vector(char *packed, int64_t at, const hr_tensor &t, double offset) {
-    if (at) widen_vector(t, (float)offset, (float *)(packed + at));
-}
-INLINE const float *vector_at(const void *packed, int64_t at) {
-    return at ? (const float *)((const char *)packed + at) : nullptr;
-}
-INLINE bool is_vector_or_absent(const hr_tensor &t, int64_t n) { return !t.data || is_vector(t, n); }
-
 INLINE int64_t query_width(const hr_call *call) { return call->ints[I_num_heads] * HR_HEAD_DIM; }
 INLINE int64_t value_width(const hr_call *call) { return call->ints[I_num_heads] * HR_V_HEAD_DIM; }
 
@@ -34,13 +19,13 @@ INLINE bool attention_covers(const hr_call *call) {
     const int64_t *ints = call->ints, heads = ints[I_num_heads], kv_heads = ints[I_num_kv_heads];
     if (kv_heads < 1 || heads != kv_heads * HR_FAN) return false;
     if (ints[I_head_dim] != HR_HEAD_DIM || ints[I_v_head_dim] != HR_V_HEAD_DIM) return false;
-    return true && (t[S_qkv].data == nullptr || (is_weight(t[S_qkv]) && is_weight(t[S_o]) &&
+    return t[S_qkv].data == nullptr || (is_weight(t[S_qkv]) && is_weight(t[S_o]) &&
         t[S_qkv].shape[0] == query_width(call) + kv_heads * (HR_HEAD_DIM + HR_V_HEAD_DIM) &&
         t[S_o].shape[1] == value_width(call) && t[S_o].shape[0] == t[S_qkv].shape[1] &&
         is_vector_or_absent(t[S_qkv_bias], t[S_qkv].shape[0]) && is_vector_or_absent(t[S_o_bias], t[S_o].shape[0]) &&
         is_vector_or_absent(t[S_q_norm], ints[I_qk_norm_full] ? query_width(call) : HR_HEAD_DIM) &&
         is_vector_or_absent(t[S_k_norm], ints[I_qk_norm_full] ? kv_heads * HR_HEAD_DIM : HR_HEAD_DIM) &&
-        is_vector_or_absent(t[S_sinks], heads)));
+        is_vector_or_absent(t[S_sinks], heads));
 }
 
 INLINE void lay_out_attention(const hr_call *call, AttentionPack &pack, int64_t &end) {

@@ -1,4 +1,5 @@
 #include "attention_phases.cpp"
+#include "mlp_phases.cpp"
 // A decoder layer on decode rows: one call, four barriers (five with a norm after the MLP). Norms and the
 // residual stream are computed by every thread for itself rather than waited for.
 
@@ -11,17 +12,15 @@ namespace {
 struct Pack {
     int64_t parts, bytes;
     AttentionPack attention;
-    Matrix gate_up, down;
-    int64_t gate_up_bias, down_bias, input_norm, post_attention_norm, pre_mlp_norm, post_mlp_norm;
+    MlpPack mlp;
+    int64_t input_norm, post_attention_norm, pre_mlp_norm, post_mlp_norm;
 };
 
 INLINE bool lay_out_layer(const hr_call *call, Pack &pack) {
     const hr_tensor *t = call->tensors;
-    const hr_tensor &up = t[S_gate_up], &down = t[S_down];
-    if (!t[S_qkv].data || !attention_covers(call) || !is_weight(up) || !is_weight(down)) return false;
+    if (!t[S_qkv].data || !attention_covers(call) || !mlp_covers(call)) return false;
     const int64_t hidden = t[S_qkv].shape[1];
-    if (up.shape[1] != hidden || down.shape[0] != hidden || up.shape[0] != 2 * down.shape[1]) return false;
-    if (!is_vector_or_absent(t[S_gate_up_bias], up.shape[0]) || !is_vector_or_absent(t[S_down_bias], hidden)) return false;
+    if (t[S_gate_up].shape[1] != hidden) return false;
     const int norms[] = {S_input_norm, S_post_attention_norm, S_pre_mlp_norm, S_post_mlp_norm};
     for (int slot : norms)
         if (!is_vector_or_absent(t[slot], hidden)) return false;
@@ -29,13 +28,10 @@ INLINE bool lay_out_layer(const hr_call *call, Pack &pack) {
     pack.parts = parts_of(call);
     int64_t end = (sizeof(Pack) + 63) / 64 * 64;
     lay_out_attention(call, pack.attention, end);
-    pack.gate_up = matrix_of(up.shape[0], hidden, true), pack.down = matrix_of(hidden, down.shape[1], false);
-    pack.gate_up_bias = reserve(t[S_gate_up_bias], end);
-    if (pack.gate_up_bias) end += 256;  // each half is padded
-    pack.down_bias = reserve(t[S_down_bias], end);
+    lay_out_mlp(call, pack.mlp, end);
     pack.input_norm = reserve(t[S_input_norm], end), pack.post_attention_norm = reserve(t[S_post_attention_norm], end);
     pack.pre_mlp_norm = reserve(t[S_pre_mlp_norm], end), pack.post_mlp_norm = reserve(t[S_post_mlp_norm], end);
-    Matrix *order[] = {&pack.attention.qkv, &pack.attention.o, &pack.gate_up, &pack.down};
+    Matrix *order[] = {&pack.attention.qkv, &pack.attention.o, &pack.mlp.gate_up, &pack.mlp.down};
     pack.bytes = lay_out(order, 4, (int)pack.parts, (end + 4095) / 4096 * 4096);
     return true;
 }
@@ -61,8 +57,8 @@ struct Layer {
         attention.carve(carver);
         after = carver.take<float>(rows * width());
         normed_after = carver.take<float>(rows * width());
-        inner_data = carver.take<char>(Operand::bytes(rows, pack->down.in));
-        inner = Operand::at(inner_data, pack->down.in, half);
+        inner_data = carver.take<char>(Operand::bytes(rows, pack->mlp.down.in));
+        inner = Operand::at(inner_data, pack->mlp.down.in, half);
         own_bytes = Operand::bytes(rows, widest()) + (rows * width() + padded(widest()) + LANES) * 4 + 256;
         own_bytes = (own_bytes + 4095) / 4096 * 4096;
         own = carver.take<char>(own_bytes * threads);
@@ -107,16 +103,10 @@ struct Layer {
             if (next) normalise(residual, hidden, next, eps, room);
             h.put(row, 0, next ? room : residual, hidden);
         }
-        multiply_gated(pack->gate_up, packed, (int)pack->parts, team, h, rows, vector(pack->gate_up_bias), kind, [&](int64_t row, int64_t at, int64_t n, vf v) __attribute__((always_inline)) {
-            float part[LANES];
-            store(part, v);
-            inner.put(row, at, part, n);
-        });
+        gate_up(pack->mlp, packed, (int)pack->parts, team, h, rows, kind, inner);
         barrier();
         norm = vector(pack->post_mlp_norm);
-        const float *bias = vector(pack->down_bias);
-        multiply_plain(pack->down, packed, (int)pack->parts, team, inner, rows, [&](int64_t row, int64_t at, int64_t n, vf v) __attribute__((always_inline)) {
-            if (bias) v += load(bias + at);
+        down(pack->mlp, packed, (int)pack->parts, team, inner, rows, [&](int64_t row, int64_t at, int64_t n, vf v) __attribute__((always_inline)) {
             float part[LANES];
             if (norm) {
                 store(normed_after + row * width() + at, v);
@@ -140,7 +130,7 @@ struct Layer {
 
 extern "C" int64_t hr_packed_bytes(const hr_call *call) {
     Pack pack;
-    return lay_out_layer(call, pack) ? pack.bytes : -1;
+    return lay_out_layer(call, pack) ? pack.bytes : 0;
 }
 
 extern "C" int hr_pack(const hr_call *call, void *to) {
@@ -151,10 +141,7 @@ extern "C" int hr_pack(const hr_call *call, void *to) {
     char *packed = (char *)to;
     memcpy(packed, &pack, sizeof pack);
     pack_attention(call, pack.attention, (int)pack.parts, packed);
-    pack_matrix(pack.gate_up, t[S_gate_up], (int)pack.parts, packed);
-    pack_matrix(pack.down, t[S_down], (int)pack.parts, packed);
-    if (pack.gate_up_bias) widen_gated_bias(t[S_gate_up_bias], (float *)(packed + pack.gate_up_bias));
-    pack_vector(packed, pack.down_bias, t[S_down_bias], 0);
+    pack_mlp(call, pack.mlp, (int)pack.parts, packed);
     pack_vector(packed, pack.input_norm, t[S_input_norm], offset);
     pack_vector(packed, pack.post_attention_norm, t[S_post_attention_norm], offset);
     pack_vector(packed, pack.pre_mlp_norm, t[S_pre_mlp_norm], offset);

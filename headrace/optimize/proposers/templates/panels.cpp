@@ -256,6 +256,21 @@ INLINE void widen_gated_bias(const hr_tensor &t, float *to) {
     widen_vector(half, 0, to + padded(half.shape[0]));
 }
 
+// Reserves room for a weight vector of ``t`` when it is there.
+INLINE int64_t reserve(const hr_tensor &t, int64_t &end) {
+    if (!t.data) return 0;
+    int64_t at = end;
+    end += (padded(t.shape[0]) + 4 * LANES) * 4;  // a gated bias is padded twice
+    return at;
+}
+INLINE void pack_vector(char *packed, int64_t at, const hr_tensor &t, double offset) {
+    if (at) widen_vector(t, (float)offset, (float *)(packed + at));
+}
+INLINE const float *vector_at(const void *packed, int64_t at) {
+    return at ? (const float *)((const char *)packed + at) : nullptr;
+}
+INLINE bool is_vector_or_absent(const hr_tensor &t, int64_t n) { return !t.data || is_vector(t, n); }
+
 INLINE int parts_of(const hr_call *call) {
     return call->threads < 1 ? 1 : call->threads > MAX_PARTS ? MAX_PARTS : call->threads;
 }
