@@ -1,17 +1,17 @@
 """The records of one round; each stage turns one into the next, and each is a JSON file of the round.
 
-    profile    KernelProfile         where the time of a served workload goes
-    bottleneck Target                what to write anew, and what it can bring
-    propose    Candidate             a folder with kernel.json and sources, and who wrote it
-    verify     Verdict               right or wrong, and why
-    measure    Measurement           faster or not: alone, and the whole workload
-    publish    Published             a pack in the registry
-    rollout    RolloutRecord         what the replicas run now, or why it was taken back
+profile    KernelProfile         where the time of a served workload goes
+bottleneck Target                what to write anew, and what it can bring
+propose    Candidate             a folder with kernel.json and sources, and who wrote it
+verify     Verdict               right or wrong, and why
+measure    Measurement           faster or not: alone, and the whole workload
+publish    Published             a pack in the registry
+rollout    RolloutRecord         what the replicas run now, or why it was taken back
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,7 +56,9 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True):
 class OpProfile(msgspec.Struct, frozen=True, kw_only=True):
     """One op under one path of its hierarchy, such as ``decoder_layer/mlp_block/linear.down``.
 
-    Times in seconds per step. ``self_s`` is without the ops it calls, ``total_s`` with them; ``layers`` are
+    Times in seconds per step, ``flops`` and ``bytes`` per step as well. ``self_s`` is without the ops it
+    calls, ``total_s`` with them: means over the middle half of the runs, which add up; ``self_median_s`` and
+    ``self_spread_s`` (interquartile range) are over all runs. ``layers`` are
     the layers it occurs in, empty outside them. ``bound`` and the roof are of the machine as measured at the
     op's own footprint. ``recoverable_s`` is what a step would lose if the op (``total_s``) ran at its roof.
     """
@@ -81,10 +83,11 @@ class OpProfile(msgspec.Struct, frozen=True, kw_only=True):
     shapes: list[CallShape]
     layers: list[int] = []
     layer_s: list[float] = []  # ``total_s`` by layer, as ``layers``
+    self_median_s: float = 0.0
 
 
 class PhaseProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """All steps of one phase. ``step_s`` is the profiled step's median without ``instrument_s``, the timers'
+    """All steps of one phase. ``step_s`` is the profiled step without ``instrument_s``, the timers'
     own calibrated cost; ``unprofiled_step_s`` the same step without any instrument; ``unnamed_s`` is what no
     entry of ``ops`` explains. ``footprint`` is the bytes of weights and cache that one step goes through."""
 
@@ -123,6 +126,45 @@ class KernelProfile(msgspec.Struct, frozen=True, kw_only=True):
     packs: list[str] = []
 
 
+class ModuleSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a user's module, contiguous. ``source``: the parameter's or buffer's name for a weight,
+    the argument's place for an input. A weight that does not ``vary`` is a constant of the module."""
+
+    name: str
+    role: Literal["input", "weight", "output"]
+    dtype: str
+    shape: list[int]
+    source: str = ""
+    varies: bool = True
+
+
+class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator as the module calls it (``aten.linear.default``); ``%name`` in ``args`` names a slot or an
+    earlier node, whose second result is ``%name.1``."""
+
+    name: str
+    op: str
+    args: list[Any]
+    kwargs: dict[str, Any] = {}
+    shape: list[int] = []
+    dtype: str = ""
+
+
+class ModuleCall(msgspec.Struct, frozen=True, kw_only=True):
+    """How a user's module is called. ``arguments`` of forward, in order: a slot's name, or a number in a list
+    by itself. ``contents`` are the kinds of inputs on which it gives finite numbers; ``given``: its own
+    get_inputs(). ``graph`` ends in ``results``; it is empty where the module could not be traced.
+    ``digest`` is the file's SHA-256."""
+
+    slots: list[ModuleSlot]
+    arguments: list[Any]
+    contents: list[str]
+    digest: str
+    graph: list[GraphNode] = []
+    results: list[str] = []
+    source: str = ""  # the file's text
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What a round is after: an op of the table (or ``module`` for a user's own), with the shapes that it
     must cover and the gain that its roof promises."""
@@ -142,6 +184,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end_gain: float
     why: str
     module: str = ""  # path.py:Class of a user's module
+    call: ModuleCall | None = None  # and how it is called
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

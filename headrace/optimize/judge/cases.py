@@ -25,6 +25,7 @@ from headrace.kernels.table import OpTable
 from headrace.optimize.judge import contents, operands
 from headrace.optimize.judge.problem import CONTENTS, Case, Problem, Tensors, TensorSpec
 from headrace.optimize.judge.slots import call_specs, weight_specs
+from headrace.optimize.modules.problem import ModuleProblem
 from headrace.optimize.records import CallShape, Phase, Target
 
 _MAX_CONTEXT = 640
@@ -33,6 +34,8 @@ _MAX_CONTEXT = 640
 
 def problem_for(target: Target, entry: KernelEntry) -> Problem:
     """What candidates for ``target`` must compute."""
+    if target.module:
+        return ModuleProblem(target, entry)
     return OpProblem(target, entry)
 
 
@@ -46,6 +49,10 @@ class OpProblem:
         self._present = frozenset(target.present)
         self._weight_dtype: torch.dtype = getattr(torch, target.weight_dtype)
         self._kept: dict[str, tuple[Tensors, int, Any]] = {}
+
+    def __reduce__(self) -> tuple[type[OpProblem], tuple[Target, KernelEntry]]:
+        """Other processes make their own forms of the weights."""
+        return OpProblem, (self.target, self.entry)
 
     @property
     def signature(self) -> Signature:
