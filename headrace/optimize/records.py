@@ -58,9 +58,9 @@ class OpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     Times in seconds per step, ``flops`` and ``bytes`` per step as well. ``self_s`` is without the ops it
     calls, ``total_s`` with them: means over the middle half of the runs, which add up; ``self_median_s`` and
-    ``self_spread_s`` (interquartile range) are over all runs. ``layers`` are
-    the layers it occurs in, empty outside them. ``bound`` and the roof are of the machine as measured at the
-    op's own footprint. ``recoverable_s`` is what a step would lose if the op (``total_s``) ran at its roof.
+    ``self_spread_s`` (interquartile range) are over all runs. ``layers`` are the layers it occurs in, empty
+    outside them. ``bound`` and the roof are of the machine as measured at the op's own footprint.
+    ``recoverable_s`` is what a step would lose if the op (``total_s``) ran at its roof.
     """
 
     path: str

@@ -5,7 +5,8 @@
     pass 2 …    every other step timed; the next pass times the others
 
 so that a step's profiled and unprofiled times were taken within the same second, under the same neighbours.
-A quantity of a step is the median over its passes; a phase's is the mean over its steps, so that sums add up.
+A quantity of a step is the mean over the middle half of its runs, a phase's the mean over its steps: sums add
+up, and what a neighbour did in one run does not count.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from headrace.optimize.profile.instrument import (
     unfold,
 )
 from headrace.optimize.profile.roofs import measure_roofs
-from headrace.optimize.profile.summary import Sample, StepProfile, phase_profiles, streamed
+from headrace.optimize.profile.summary import Sample, StepProfile, middle_half, phase_profiles, streamed
 from headrace.optimize.profile.workloads import StepTime, Workload, load_workload, run
 from headrace.optimize.records import KernelProfile, Phase, Roofs
 from headrace.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
-MIN_PASSES = 4
+MIN_PASSES = 6
 _STOCK = {"stock", "reference"}
 
 
@@ -209,5 +210,7 @@ def _step_profiles(passes: _Passes, overhead: Overhead) -> list[StepProfile]:
                 )
             cost_s = overhead.total * len(numbers) * 1e-9
             samples.append(Sample(seconds - cost_s, cost_s, times.own * 1e-9, times.total * 1e-9))
-        steps.append(StepProfile(passes.phases[index], calls, samples, float(np.median(passes.bare[index]))))
+        bare = passes.bare[index]
+        bare_s = float(np.mean([bare[run] for run in middle_half(bare)]))
+        steps.append(StepProfile(passes.phases[index], calls, samples, bare_s))
     return steps

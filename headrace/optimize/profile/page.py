@@ -64,10 +64,10 @@ def _phase(profile: KernelProfile, phase: PhaseProfile) -> str:
     heads = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
     rows = "".join(_row(op) for op in phase.ops)
     share = phase.unnamed_s / phase.step_s if phase.step_s else 0.0
-    rest = len(COLUMNS) - 7
+    rest = len(COLUMNS) - 8
     rows += (
         f'<tr class="engine"><td>unnamed</td><td></td><td></td><td>{phase.unnamed_s * 1e3:.3f}</td><td></td>'
-        f"<td></td>{_share(share)}{'<td></td>' * rest}</tr>"
+        f"<td></td><td></td>{_share(share)}{'<td></td>' * rest}</tr>"
     )
     return (
         f"<section><h2>{escape(title(phase))}</h2>\n{roofline_svg(phase, profile.roofs)}\n"

@@ -12,6 +12,7 @@ _WIDTH, _HEIGHT = 900, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
 _SMALLEST, _LARGEST = 4.0, 22.0
 _LABELLED_SHARE = 0.02
+_LABEL_WIDTH, _LABEL_HEIGHT = 110.0, 13.0
 
 
 class _Frame:
@@ -44,7 +45,7 @@ def roofline_svg(phase: PhaseProfile, roofs: Roofs) -> str:
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
         f'aria-label="{name}"><title>{name}</title>\n{_axes(frame)}{_roof_lines(frame, roofs, phase)}'
-        f"{''.join(_point(frame, op) for op in sorted(points, key=lambda op: -op.total_s))}</svg>"
+        f"{_points(frame, points)}</svg>"
     )
 
 
@@ -112,7 +113,21 @@ def _line(frame: _Frame, x1: float, rate1: float, x2: float, rate2: float) -> st
     )
 
 
-def _point(frame: _Frame, op: OpProfile) -> str:
+def _points(frame: _Frame, ops: list[OpProfile]) -> str:
+    """Large ones first, so that small ones lie on top; labels step down where another one is near."""
+    drawn = []
+    labels: list[tuple[float, float]] = []
+    for op in sorted(ops, key=lambda op: -op.share):
+        x, y = frame.x(op.intensity), frame.y(op.gflops_per_s)
+        while any(abs(x - x2) < _LABEL_WIDTH and abs(y - y2) < _LABEL_HEIGHT for x2, y2 in labels):
+            y += _LABEL_HEIGHT / 2
+        if op.share >= _LABELLED_SHARE:
+            labels.append((x, y))
+        drawn.append(_point(frame, op, y))
+    return "".join(drawn)
+
+
+def _point(frame: _Frame, op: OpProfile, label_y: float) -> str:
     """A circle whose area follows the share of the step; what it is when the pointer rests on it."""
     x, y = frame.x(op.intensity), frame.y(op.gflops_per_s)
     radius = _SMALLEST + (_LARGEST - _SMALLEST) * math.sqrt(min(1.0, max(0.0, op.share)))
@@ -121,7 +136,8 @@ def _point(frame: _Frame, op: OpProfile) -> str:
     told = f"{op.path}: {op.total_s * 1e3:.3f} ms, {rates}{roof}"
     label = ""
     if op.share >= _LABELLED_SHARE:
-        label = f'<text x="{x + radius + 3:.1f}" y="{y + 4:.1f}">{escape(op.path.rpartition("/")[2])}</text>'
+        name = escape(op.path.rpartition("/")[2])
+        label = f'<text x="{x + radius + 3:.1f}" y="{label_y + 4:.1f}">{name}</text>'
     return (
         f'<g><title>{escape(told)}</title><circle class="point {op.bound}" cx="{x:.1f}" cy="{y:.1f}" '
         f'r="{radius:.1f}"/>{label}</g>\n'

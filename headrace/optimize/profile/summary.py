@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -30,12 +31,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One step of the workload: its calls, its timed runs, and its median without any timer."""
+    """One step of the workload: its calls, its timed runs, and how long it takes without any timer."""
 
     phase: Phase
     calls: list[Call]
     samples: list[Sample]
     bare_s: float
+
+    @cached_property
+    def middle(self) -> list[int]:
+        """The runs whose times count: see ``middle_half``."""
+        return middle_half([sample.step_s for sample in self.samples])
+
+    def mean(self, values: Sequence[float] | Floats) -> float:
+        """Of one number a run, over the runs that count."""
+        return float(np.mean([values[run] for run in self.middle]))
 
     @property
     def streamed(self) -> float:
@@ -58,6 +68,7 @@ class _Entry:
     name: str
     own: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
+    medians: list[float] = field(default_factory=list)
     deviations: list[float] = field(default_factory=list)  # of each run's own time from its step's median
     layer_totals: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     shapes: Counter[tuple[int, str, tuple[tuple[str, int], ...]]] = field(default_factory=Counter)
@@ -70,6 +81,17 @@ class _Entry:
     least_s: float = 0.0
     footprint: float = 0.0
     dtype: str = ""
+
+
+def middle_half(times: Sequence[float]) -> list[int]:
+    """Which runs lie in the middle half of ``times``, of three the median alone.
+
+    What is taken from these runs and averaged adds up, as medians of parts do not, and yet a run in which
+    somebody else had the processor does not count.
+    """
+    order = sorted(range(len(times)), key=lambda run: times[run])
+    left_out = max(len(order) // 4, int(len(order) > 2))
+    return order[left_out : len(order) - left_out]
 
 
 def streamed(steps: Iterable[StepProfile]) -> list[float]:
@@ -96,9 +118,8 @@ def _phase_profile(phase: Phase, steps: list[StepProfile], roofs: Roofs) -> Phas
     entries: dict[str, _Entry] = {}
     step_s, unnamed_s, instrument_s = [], [], []
     for step in steps:
-        step_s.append(float(np.median([sample.step_s for sample in step.samples])))
-        named = [sample.step_s - float(sample.own.sum()) for sample in step.samples]
-        unnamed_s.append(float(np.median(named)))
+        step_s.append(step.mean([sample.step_s for sample in step.samples]))
+        unnamed_s.append(step.mean([sample.step_s - float(sample.own.sum()) for sample in step.samples]))
         instrument_s.append(step.samples[0].instrument_s)
         _add_step(entries, step, footprint, roofs)
     mean_step = float(np.mean(step_s))
@@ -126,15 +147,16 @@ def _add_step(entries: dict[str, _Entry], step: StepProfile, footprint: float, r
         entry = entries.setdefault(path, _Entry(step.calls[indices[0]].name))
         own = np.array([sample.own[indices].sum() for sample in step.samples])
         totals = np.array([sample.total[indices] for sample in step.samples])  # (runs, calls)
-        middle = float(np.median(own))
-        entry.own.append(middle)
-        entry.deviations += (own - middle).tolist()
-        entry.total.append(float(np.median(totals.sum(axis=1))))
+        median_s = float(np.median(own))
+        entry.own.append(step.mean(own))
+        entry.medians.append(median_s)
+        entry.deviations += (own - median_s).tolist()
+        entry.total.append(step.mean(totals.sum(axis=1)))
         entry.calls += len(indices)
         for place, index in enumerate(indices):
             call = step.calls[index]
             if call.layer >= 0:
-                entry.layer_totals[call.layer] += float(np.median(totals[:, place]))
+                entry.layer_totals[call.layer] += step.mean(totals[:, place])
             if call.cost is not None:
                 _add_cost(entry, call, footprint, roofs)
 
@@ -167,6 +189,7 @@ def _op_profile(
         phase=phase,
         calls_per_step=entry.calls / num_steps,
         self_s=own,
+        self_median_s=sum(entry.medians) / num_steps,
         self_spread_s=float(high - low),
         total_s=total,
         step_s=step_s,
@@ -211,6 +234,7 @@ def op_profile(
     phase: Phase,
     calls_per_step: float,
     self_s: float,
+    self_median_s: float,
     self_spread_s: float,
     total_s: float,
     step_s: float,
@@ -231,6 +255,7 @@ def op_profile(
         phase=phase,
         calls_per_step=calls_per_step,
         self_s=self_s,
+        self_median_s=self_median_s,
         self_spread_s=self_spread_s,
         total_s=total_s,
         share=self_s / step_s if step_s else 0.0,

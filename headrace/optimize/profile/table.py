@@ -12,6 +12,7 @@ COLUMNS = (
     "rows",
     "calls",
     "self ms",
+    "median",
     "±",
     "total ms",
     "self %",
@@ -27,8 +28,8 @@ COLUMNS = (
 UNKNOWN = "-"
 _SHOWN_SHARE = 0.0005
 FOOTNOTES = (
-    "Times are per step: the median over repeated runs of a step, the mean over the phase's steps; ± is the "
-    "interquartile range of self time.",
+    "Times are per step: the mean over the middle half of a step's runs, so that they add up, and over the "
+    "phase's steps; median and ± (interquartile range) are of self time over all runs.",
     "self: without the ops it calls; total and what follows: with them. MB: the least that must be moved, "
     "weights and cache included.",
     "roof: the measured rate that bounds the op; for what streams weights or cache that of reads at the "
@@ -45,6 +46,7 @@ def op_cells(op: OpProfile) -> list[str]:
         _rows(op),
         f"{op.calls_per_step:,.4g}",
         f"{op.self_s * 1e3:.3f}",
+        f"{op.self_median_s * 1e3:.3f}",
         f"{op.self_spread_s * 1e3:.3f}",
         f"{op.total_s * 1e3:.3f}",
         f"{op.share * 100:.1f}",
@@ -127,7 +129,7 @@ def print_profile(profile: KernelProfile) -> None:
         for op in shown:
             table.add_row(*op_cells(op), style=None if is_kernel(op) else "dim")
         share = _percent(phase.unnamed_s, phase.step_s).removesuffix(" %")
-        unnamed = ["unnamed", "", "", f"{phase.unnamed_s * 1e3:.3f}", "", "", share]
+        unnamed = ["unnamed", "", "", f"{phase.unnamed_s * 1e3:.3f}", "", "", "", share]
         table.add_row(*unnamed, style="dim")
         console.print(table)
         if len(shown) < len(phase.ops):

@@ -202,7 +202,7 @@ class _Gathered:
     def profile(self, path: str, phase: Phase, step_s: float, roofs: Roofs, footprint: float) -> OpProfile:
         count = self.num_steps
         own = self.own + [0.0] * (count - len(self.own))
-        low, high = np.percentile(own, [25, 75])
+        low, middle, high = np.percentile(own, [25, 50, 75])
         dtype = next(iter(self.costs), (0, "", ()))[1]
         known = bool(self.flops or self.nbytes) and bool(roofs.stream or roofs.gemm)
         found = ceilings(roofs, footprint, dtype)
@@ -213,6 +213,7 @@ class _Gathered:
             phase=phase,
             calls_per_step=self.calls / count,
             self_s=sum(own) / count,
+            self_median_s=float(middle),
             self_spread_s=float(high - low),
             total_s=self.total_s / count,
             step_s=step_s,
