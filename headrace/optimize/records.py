@@ -111,7 +111,7 @@ class Roofs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """``source``: engine, or the trace file it was read from. ``shape`` is the model's (DecoderShape)."""
+    """``source``: engine, or the trace file it was read from; ``recipe`` how to get the figures again."""
 
     model: str
     revision: str
@@ -124,6 +124,7 @@ class KernelProfile(msgspec.Struct, frozen=True, kw_only=True):
     roofs: Roofs
     phases: list[PhaseProfile]
     packs: list[str] = []
+    recipe: dict[str, str] = {}
 
 
 class ModuleSlot(msgspec.Struct, frozen=True, kw_only=True):

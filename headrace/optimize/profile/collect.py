@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from headrace.bench.recipe import base_recipe
 from headrace.core.errors import EngineError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.engine.engine import Engine
@@ -114,6 +115,8 @@ def profile_engine(
             param="--device",
         )
     say = progress or (lambda text: None)
+    command = f"headrace profile {model} --workload {workload.name} --threads {engine.num_threads}"
+    recipe = base_recipe(f"{command} --seconds {seconds:g}", threads=engine.num_threads)
     say(f"running {workload.name}: {len(workload.requests)} requests")
     overhead = calibrate()
     passes = _run_passes(engine, workload, seconds, say)
@@ -135,6 +138,7 @@ def profile_engine(
         roofs=roofs,
         phases=phase_profiles(steps, roofs),
         packs=sorted(set(engine.runner.model.ops.provenance.values()) - _STOCK),
+        recipe=recipe,
     )
 
 

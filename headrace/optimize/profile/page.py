@@ -10,9 +10,11 @@ from headrace.optimize.profile.table import (
     COLUMNS,
     FOOTNOTES,
     UNKNOWN,
+    caveats,
     check,
     headline,
     op_cells,
+    recipe_line,
     roof_lines,
     title,
 )
@@ -50,13 +52,14 @@ def html_page(profile: KernelProfile) -> str:
     name = escape(f"{profile.model} {profile.workload}")
     phases = "".join(_phase(profile, phase) for phase in profile.phases)
     notes = "".join(f"<li>{escape(note)}</li>" for note in FOOTNOTES)
-    roofs = "".join(f"<p>{escape(line)}</p>" for line in roof_lines(profile))
+    roofs = "".join(f"<p>{escape(line)}</p>" for line in (*roof_lines(profile), *caveats(profile)))
+    recipe = f'<p class="dim">{escape(recipe_line(profile))}</p>' if profile.recipe else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Profile: {name}</title>'
         f"<style>{_STYLE}</style></head><body>\n<h1>Kernel profile: {name}</h1>\n"
         f'<p>{escape(headline(profile))}<br><span class="dim">{escape(profile.created)} · revision '
         f"{escape(profile.revision) or UNKNOWN}</span></p>\n{roofs}\n{phases}\n<h2>How to read this</h2>"
-        f'<ul class="dim">{notes}</ul>\n</body></html>\n'
+        f'<ul class="dim">{notes}</ul>\n{recipe}</body></html>\n'
     )
 
 

@@ -27,6 +27,7 @@ COLUMNS = (
 )
 UNKNOWN = "-"
 _SHOWN_SHARE = 0.0005
+_ABOVE_ROOF = 1.05
 FOOTNOTES = (
     "Times are per step: the mean over the middle half of a step's runs, so that they add up, and over the "
     "phase's steps; median and ± (interquartile range) are of self time over all runs.",
@@ -102,6 +103,23 @@ def roof_lines(profile: KernelProfile) -> list[str]:
     return [f"roofs: reads at {stream} GB/s; products {gemm} GFLOP/s ({roofs.method})"]
 
 
+def caveats(profile: KernelProfile) -> list[str]:
+    """What makes the figures less than they seem."""
+    ops = [op for phase in profile.phases for op in phase.ops]
+    above = [op for op in ops if op.roof_share > _ABOVE_ROOF and op.share > _ABOVE_ROOF - 1]
+    if not above:
+        return []
+    worst = max(above, key=lambda op: op.roof_share)
+    return [
+        f"{worst.path} reached {worst.roof_share * 100:.0f} % of its roof: the machine was busier while the "
+        "roofs were measured than during the run. Repeat on a quiet machine."
+    ]
+
+
+def recipe_line(profile: KernelProfile) -> str:
+    return "recipe: " + "; ".join(f"{name}: {value}" for name, value in profile.recipe.items())
+
+
 def headline(profile: KernelProfile) -> str:
     parts = [profile.model, profile.workload, profile.hardware, profile.dtype]
     if profile.threads:
@@ -136,7 +154,12 @@ def print_profile(profile: KernelProfile) -> None:
             left_out = f"{len(phase.ops) - len(shown)} more below {100 * _SHOWN_SHARE:g} % of the step each"
             console.print(left_out, markup=False, style="dim")
         console.print(check(phase), markup=False, soft_wrap=True)
-    for line in (*roof_lines(profile), *FOOTNOTES):
+    for line in caveats(profile):
+        console.print(f"note: {line}", markup=False, style="yellow", soft_wrap=True)
+    notes = [*roof_lines(profile), *FOOTNOTES]
+    if profile.recipe:
+        notes.append(recipe_line(profile))
+    for line in notes:
         console.print(line, markup=False, style="dim", soft_wrap=True)
 
 

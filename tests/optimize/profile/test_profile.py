@@ -20,7 +20,7 @@ from headrace.optimize.profile.page import html_page
 from headrace.optimize.profile.roofline import ceilings
 from headrace.optimize.profile.roofs import main as roofs_main
 from headrace.optimize.profile.summary import middle_half, tree_order
-from headrace.optimize.profile.table import print_profile
+from headrace.optimize.profile.table import caveats, print_profile
 from headrace.optimize.profile.workloads import Workload, WorkloadRequest, load_workload, run
 from headrace.optimize.records import KernelProfile, PhaseProfile, Roofs
 from tests.engine.harness import make_engine
@@ -232,10 +232,20 @@ def test_what_is_shown(llama: KernelProfile, capsys: pytest.CaptureFixture[str])
     print_profile(llama)
     shown = capsys.readouterr().out
     assert "linear.down" in shown and "unnamed" in shown and "without timers" in shown
+    assert "recipe: command: headrace profile tiny --workload mixed" in shown
     page = html_page(llama)
     assert page.count("<svg") == 2 and "decoder_layer/mlp_block" in page
     assert "http" not in page and "<script" not in page
     assert msgspec.json.decode(msgspec.json.encode(llama), type=KernelProfile) == llama
+
+
+def test_roofs_that_were_measured_badly_are_told(llama: KernelProfile) -> None:
+    decode = llama.phases[-1]
+    op = next(op for op in decode.ops if op.op == "logits_head")
+    above = msgspec.structs.replace(op, share=0.1, roof_share=1.4)
+    phases = [msgspec.structs.replace(decode, ops=[above])]
+    [caveat] = caveats(msgspec.structs.replace(llama, phases=phases))
+    assert "logits_head reached 140 %" in caveat
 
 
 def test_the_roofs_are_measured(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
