@@ -157,7 +157,8 @@ class Rollout:
         self._report(f"{link.replica_id}: {words}")
         if ratio > SLOWER:
             raise PackError(f"{self._pack} is slower on {link.replica_id}: {words}", code=PACK_ROLLED_BACK)
-        await link.use(self._pack.pack_id)
+        if len(without) > len(having):  # the last spell was one without it
+            await link.use(self._pack.pack_id)
 
     async def _watch(self, link: ReplicaLink, before: StepTimes) -> StepTimes:
         """Step times since the last flip, once enough of them compare with ``before`` or no more come."""
