@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.optimize.loop import Limits
     from headrace.optimize.proposal import Proposer
     from headrace.optimize.records import Target
+    from headrace.optimize.rounds import RoundEnd
 
 PROPOSERS = ("search", "endpoint", "agent")
 EXAMPLES = """
@@ -123,6 +124,8 @@ def main(arguments: argparse.Namespace) -> int:
     from headrace.kernels.native.build import find_compiler
 
     find_compiler()  # without one no candidate can be built: said before anything is loaded
+    if _is_module(arguments.model):
+        return _module(arguments, engine.threads)
     from headrace.cli.kernel_loop import KernelLoop
     from headrace.optimize.registry import current_user
 
@@ -151,7 +154,42 @@ def main(arguments: argparse.Namespace) -> int:
             targets={phase: ceiling for phase, ceiling in targets.items() if ceiling},
         )
         return 0
-    ends = loop.run(arguments.rounds, fresh=arguments.fresh)
+    return _code(loop.run(arguments.rounds, fresh=arguments.fresh))
+
+
+def _module(arguments: argparse.Namespace, threads: int | None) -> int:
+    for flag, given in (("--rollout", arguments.rollout != "none"), ("--watch", arguments.watch)):
+        if given:
+            raise UsageError(
+                f"{flag} is for a model that is served; {arguments.model} is a module of your own"
+            )
+    from headrace.cli.module_loop import optimize_module
+    from headrace.optimize.registry import current_user
+
+    ends = optimize_module(
+        arguments.model,
+        proposer=_proposer(arguments, threads),
+        limits=_limits(arguments),
+        threads=threads or 0,
+        rounds=arguments.rounds,
+        fresh=arguments.fresh,
+        rounds_dir=Path(arguments.rounds_dir).expanduser() if arguments.rounds_dir else None,
+        registry_url=arguments.registry,
+        approver=arguments.approver or f"{current_user()} (optimize)",
+        seed=arguments.search_seed,
+        say=_say(),
+    )
+    return _code(ends)
+
+
+def _is_module(model: str) -> bool:
+    """Whether it names a module of the user's own, path.py:Class."""
+    path, _, name = model.rpartition(":")
+    return path.endswith(".py") and name.isidentifier()
+
+
+def _code(ends: Sequence[RoundEnd]) -> int:
+    """The exit code: 1 when no round brought anything and there was something to gain."""
     return 0 if any(end.outcome in ("won", "nothing_to_gain") for end in ends) else 1
 
 

@@ -132,8 +132,9 @@ def _target(profile: KernelProfile, worth: _Worth, config: DecoderConfig, block_
 
 
 def _why(entry: OpProfile, worth: _Worth, shape: CallShape) -> str:
+    share = entry.total_s / worth.phase.step_s
     return (
-        f"{entry.path} takes {100 * entry.total_s / worth.phase.step_s:.0f} % of a {worth.phase.phase} step of "
+        f"{entry.path} takes {100 * share:.0f} % of a {worth.phase.phase} step of "
         f"{1e3 * worth.phase.step_s:.2f} ms and runs at {100 * entry.roof_share:.0f} % of its roof "
         f"({entry.bound}-bound, {shape.rows} rows): at the roof a step saves "
         f"{1e3 * entry.recoverable_s:.2f} ms, the workload runs {_gain(worth.share):.2f}x"

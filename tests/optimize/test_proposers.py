@@ -219,13 +219,10 @@ def test_an_agent_leaves_a_candidate_behind() -> None:
 
 
 def test_an_agent_that_hangs_is_stopped_with_all_it_started() -> None:
-    program = (
-        "import pathlib, subprocess, time; pathlib.Path('kernel.cpp').write_text('// in time'); "
-        "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
-    )
-    source = agent(program, minutes=0.02).propose(TARGET, None, [], RNG)
+    program = "echo '// in time' > kernel.cpp; sleep 600 & echo $!; wait"
+    source = Agent(f"sh -c {shlex.quote(program)}", minutes=0.05).propose(TARGET, None, [], RNG)
     assert source is not None
-    assert (source.note, source.files["kernel.cpp"]) == ("stopped after 0.02 min", "// in time")
+    assert (source.note, source.files["kernel.cpp"]) == ("stopped after 0.05 min", "// in time\n")
     assert not Path(f"/proc/{source.files['agent.log'].strip()}/cwd").exists()
 
 

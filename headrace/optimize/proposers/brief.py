@@ -44,7 +44,11 @@ class OpText:
 
 
 def op_text(target: Target) -> OpText:
-    """An op of the table: its reference, and for a composite those of its parts."""
+    """An op's reference, and for a composite those of its parts; a user's module's file."""
+    if target.call is not None:
+        from headrace.optimize.modules.bound import signature_of
+
+        return OpText(signature_of(target.call), target.call.source)
     from headrace.kernels import composite, reference
 
     names = (target.op, *_PARTS.get(target.op, ()))
@@ -101,8 +105,14 @@ def skeleton(target: Target, text: OpText) -> str:
 def facts(target: Target, text: OpText) -> str:
     """The target in Markdown: what, why, shapes, slots, machine."""
     absent = {slot.name for slot in text.signature.slots if slot.optional} - set(target.present)
+    sizes = (
+        {}
+        if target.call is None
+        else {slot.name: f", {slot.dtype} {tuple(slot.shape)}" for slot in target.call.slots}
+    )
     slots = [
-        f"- `{slot.name}` ({slot.role}{', absent here' if slot.name in absent else ''})"
+        f"- `{slot.name}` ({slot.role}{sizes.get(slot.name, '')}"
+        f"{', absent here' if slot.name in absent else ''})"
         for slot in text.signature.slots
     ]
     shapes = [
@@ -126,8 +136,7 @@ def facts(target: Target, text: OpText) -> str:
             "Shapes that occur:",
             *shapes,
             "",
-            f"Dimensions: {dims}." + (f" Numbers: {floats}." if floats else ""),
-            "",
+            *([f"Dimensions: {dims}." + (f" Numbers: {floats}." if floats else ""), ""] if dims else []),
             "Slots of a call, in order:",
             *slots,
         )
