@@ -72,7 +72,7 @@ def measure_alone(built: Built, target_s: float, pack: str, options: JudgeOption
                 built.library,
                 layout,
                 cpus=options.cpus,
-                timeout_s=10 * options.call_s,
+                timeout_s=options.load_s,
             ) as runner,
         ):
             runner.load()

@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 class JudgeOptions:
     """``threads`` 0: as many as there are cores. Times in seconds.
 
-    compile_s, call_s    limits of the compiler and of one call
+    compile_s            limit of the compiler; load_s of loading and of packing; call_s of one call. All
+                         are generous: a busy machine must not look like a candidate that hangs
     endurance_calls      calls in a row before fresh content is checked; endurance_s bounds them
     alone_s              time for pairs of passes, alone; end_to_end_s likewise for the whole workload
     roof                 bytes per second that the machine streams at most; 0: measured
     """
 
     threads: int = 0
-    compile_s: float = 60.0
-    call_s: float = 5.0
+    compile_s: float = 90.0
+    load_s: float = 60.0
+    call_s: float = 10.0
     endurance_calls: int = 2000
     endurance_s: float = 1.0
     alone_s: float = 5.0

@@ -79,7 +79,7 @@ class Runner:
         *,
         cpus: frozenset[int] = frozenset(),
         perturb: bool = False,
-        timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
         memory: int = 4 * GIB,
     ) -> None:
         """``cpus`` it is pinned to. ``perturb``: fresh heap memory holds garbage instead of zeros.

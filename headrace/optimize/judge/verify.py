@@ -132,7 +132,7 @@ def check(built: Built, options: JudgeOptions) -> list[ShapeError]:
     layout = Layout(problem.signature, weights, sets, cases, set_of, options.num_threads)
     try:
         with Runner(
-            built.sandbox, build_runner(), built.library, layout, perturb=True, timeout_s=2 * options.call_s
+            built.sandbox, build_runner(), built.library, layout, perturb=True, timeout_s=options.load_s
         ) as runner:
             return _Check(problem, layout, runner, options, seed).all()
     finally:
@@ -282,9 +282,9 @@ class _Check:
         off = {slot: error(results[slot], expected.truth[slot]) for slot in expected.truth}
         for slot, value in off.items():
             if value > expected.limits[slot]:
-                unwritten = unwritten(results[slot])
-                if unwritten and reason == "wrong_result":
-                    raise Rejected("incomplete", f"{unwritten} elements of {slot} were never written ({where})")
+                blank = unwritten(results[slot])
+                if blank and reason == "wrong_result":
+                    raise Rejected("incomplete", f"{blank} elements of {slot} were never written ({where})")
                 raise Rejected(
                     reason,
                     f"{slot} is off by {value:.3g} of its row's size, allowed is {expected.limits[slot]:.2g} "
