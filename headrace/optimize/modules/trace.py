@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         written = [self._written(each) for each in args]
         named = {key: self._written(each) for key, each in (kwargs or {}).items()}
         found = func(*args, **(kwargs or {}))
-        op, name = str(func), f"n{len(self.nodes)}"
+        op, name = str(func), f"v{len(self.nodes)}_"
         if func._schema.is_mutable:
             op = self._in_place(op, args, found)
         first = found[0] if isinstance(found, (list, tuple)) else found

@@ -20,8 +20,12 @@ def write_source(op: str, constants: Mapping[str, int]) -> str:
         for prefix, names in (("S_", signature.names()), ("I_", signature.ints), ("F_", signature.floats))
         if names
     ]
-    included: set[str] = set()
-    return "\n".join(lines) + "\n\n" + _expanded(f"{op}.cpp", included)
+    return "\n".join(lines) + "\n\n" + expanded(f"{op}.cpp")
+
+
+def expanded(name: str) -> str:
+    """A template's text with the files of its folder that it includes in line."""
+    return _expanded(name, set())
 
 
 def _expanded(name: str, included: set[str]) -> str:
