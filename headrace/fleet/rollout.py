@@ -35,8 +35,8 @@ LIVE_SPELLS = 4
 POLL_S = 0.05
 # Tokens to score: enough to see one wrong position in a hundred.
 NUM_POSITIONS = 1600
-LONG, SHORT = 256, 96
-NUM_AGAIN = 3  # of the sequences are scored once more after the flip, and on the other replicas
+LONG, SHORT = 192, 96
+AGAIN = slice(1, 4)  # of the sequences are scored once more after the flip, and on the other replicas
 GROUPS = (1, 2, 5, 8)
 CHUNK = 64
 NUM_TOP = 8
@@ -123,9 +123,9 @@ class Rollout:
     async def _compare_some(self, link: ReplicaLink) -> None:
         """A few of the canary's sequences, compared with what the canary made of them before."""
         (again,) = await link.score(
-            Score(self._tokens[:NUM_AGAIN], list(GROUPS), [self._pack.pack_id], 1, NUM_TOP)
+            Score(self._tokens[AGAIN], list(GROUPS), [self._pack.pack_id], 1, NUM_TOP)
         )
-        reference = Scored(self._reference.pack_id, self._reference.sequences[:NUM_AGAIN], [])
+        reference = Scored(self._reference.pack_id, self._reference.sequences[AGAIN], [])
         self._compare(link, reference, again)
 
     async def _check_scored_steps(
