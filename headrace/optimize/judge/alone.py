@@ -188,7 +188,9 @@ class _Timing:
         for slot, true in truth.items():
             off, allowed = error(after[slot], true), limit(error(stock[slot], true), after[slot].dtype)
             if off > allowed:
-                detail = f"{slot} is off by {off:.3g} while it was timed, allowed is {allowed:.2g} ({case.name})"
+                detail = (
+                    f"{slot} is off by {off:.3g} while it was timed, allowed is {allowed:.2g} ({case.name})"
+                )
                 raise Rejected("stale_result", detail)
         now = layout.call(index)
         if any(not same_bits(now[slot], after[slot]) for slot in case.slots("output")):
@@ -235,10 +237,15 @@ def _check_roof(
             "too_fast",
             f"{moved / pass_s / 1e9:.0f} GB/s, where this machine streams {rate / 1e9:.0f} GB/s at this size",
         )
-    flops = 2.0 * case.shape.rows * ring * sum(
-        spec.shape[0] * spec.shape[1]
-        for spec in (place.spec for place in layout.weight_places[0].values())
-        if len(spec.shape) == 2
+    flops = (
+        2.0
+        * case.shape.rows
+        * ring
+        * sum(
+            spec.shape[0] * spec.shape[1]
+            for spec in (place.spec for place in layout.weight_places[0].values())
+            if len(spec.shape) == 2
+        )
     )
     if case.shape.rows >= 32 and flops:
         roof = gemm_rate(torch.bfloat16, options.num_threads, seconds=0.5)

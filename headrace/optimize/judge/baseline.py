@@ -76,7 +76,9 @@ class Baseline:
             self._line.sendall(struct.pack("=q", len(body)) + body)
         except OSError:
             self.close()
-            raise StartupError("the baseline's process ended before it started; its words are above") from None
+            raise StartupError(
+                "the baseline's process ended before it started; its words are above"
+            ) from None
 
     def __enter__(self) -> Baseline:
         return self

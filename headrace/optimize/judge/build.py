@@ -1,4 +1,4 @@
-"""A candidate's folder taken in, checked and compiled: inside the cage, since a compiler reads what it is told."""
+"""A candidate's folder taken in, checked and compiled, in the cage: a compiler reads what it is told."""
 
 from __future__ import annotations
 

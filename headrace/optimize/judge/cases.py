@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-
 import torch
 from torch import Tensor
 
@@ -133,9 +132,7 @@ class OpProblem:
         table = operands.stock_table(self.target.weight_dtype)
         return self._run(table, self._record("stock", table, case, weights), case, tensors)
 
-    def prepare(
-        self, case: Case, weights: Tensors, tensors: Tensors, pack: str
-    ) -> Callable[[], Tensors]:
+    def prepare(self, case: Case, weights: Tensors, tensors: Tensors, pack: str) -> Callable[[], Tensors]:
         table = operands.stock_table(self.target.weight_dtype)
         numbers = self._numbers(case)
         record = operands.weight_record(self.op, table, weights, numbers, case.floats)
@@ -180,7 +177,12 @@ class OpProblem:
             most = min(most, FEW_ROWS)  # above, the engine computes in bfloat16
         least = 2 if phase == "prefill" and self.signature.has_batch else 1
         own = {shape.rows for shape in self.target.shapes if shape.phase == phase}
-        rows = {least, most, pick.randint(least, max(least, most)), pick.randint(least, max(least, most))} | own
+        rows = {
+            least,
+            most,
+            pick.randint(least, max(least, most)),
+            pick.randint(least, max(least, most)),
+        } | own
         return sorted(count for count in rows if least <= count <= most)
 
     def _contexts(self, window: int, pick: random.Random) -> list[int]:
@@ -204,7 +206,7 @@ class OpProblem:
         kind: Phase = "prefill" if phase == "prefill" else "decode"
         dims = self.target.dims
         batch, num_blocks, ints = None, 0, {name: dims[name] for name in self.signature.ints if name in dims}
-        context = contexts[0]
+        context = 0
         if self.signature.has_batch:
             batch, num_blocks = _batch(kind, rows, contexts, dims["block_size"], pick)
             ints |= {"num_decodes": batch.num_decodes, "window": window}
@@ -264,5 +266,3 @@ def untouched(case: Case, slot: str, tensor: Tensor) -> Tensor:
         mask[:] = True
         mask[:, case.plan.slot_mapping] = False
     return mask
-
-

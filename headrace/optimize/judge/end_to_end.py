@@ -87,8 +87,10 @@ class Setting:
 
 
 def compare_engines(built: Built, setting: Setting, options: JudgeOptions) -> EndToEnd:
-    """Interleaved passes of the workload. Raises Rejected when the candidate fails in the engine, StartupError
-    when the baseline does."""
+    """Interleaved passes of the workload.
+
+    Raises Rejected when the candidate fails in the engine, StartupError when the baseline does.
+    """
     with (
         _Engine(built.sandbox, setting, None, options) as baseline,
         _Engine(built.sandbox, setting, built, options) as candidate,
@@ -110,7 +112,7 @@ class _Engine:
         self._is_candidate = built is not None
         command_read, command_write = os.pipe2(os.O_CLOEXEC)
         reply_read, reply_write = os.pipe2(os.O_CLOEXEC)
-        self._words: IO[bytes] = tempfile.TemporaryFile()
+        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         show = _interpreter() | _model_files(setting.model.folder)
         if setting.pack is not None:
             show[setting.pack.resolve()] = "/pack"
@@ -126,7 +128,13 @@ class _Engine:
         weights = sum(path.stat().st_size for path in setting.model.folder.iterdir() if path.is_file())
         limits = Limits(memory=32 * GIB + 8 * weights, disk=GIB // 2, cpu_s=3600, processes=128)
         cage = Cage(limits, show, environment, (command_read, reply_write))
-        argv = [sys.executable, "-m", "headrace.optimize.judge.engine_child", str(command_read), str(reply_write)]
+        argv = [
+            sys.executable,
+            "-m",
+            "headrace.optimize.judge.engine_child",
+            str(command_read),
+            str(reply_write),
+        ]
         taskset = shutil.which("taskset")
         if taskset is not None:
             argv = [taskset, "--cpu-list", ",".join(map(str, sorted(options.cpus))), *argv]

@@ -106,7 +106,7 @@ def serve(commands: int, replies: int) -> None:
 
 
 def _engine(task: EngineTask) -> Engine:
-    """The engine with the operators of the task: as a pack would be loaded, from the library that was judged."""
+    """The engine with the task's operators, loaded as a pack would be, from the library that was judged."""
 
     def load(folder: Path, ops: OpTable, model: Any) -> OpTable:
         if task.pack:

@@ -14,6 +14,7 @@ from headrace.optimize.judge.verify import failed, verified
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Target, Verdict
 
+
 def judge(
     folder: Path,
     target: Target,

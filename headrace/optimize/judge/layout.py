@@ -86,7 +86,7 @@ class Memory:
 
 
 class Layout:
-    """The memory of some calls. ``sets`` of weights, each filled on its own; call i uses set ``set_of[i]``."""
+    """The memory of some calls. ``sets`` of weights are filled each by itself; call i uses ``set_of[i]``."""
 
     def __init__(
         self,
@@ -203,7 +203,8 @@ class Layout:
 
     def _table(self) -> bytes:
         """The structs of runner.c: header, calls, tensors, ints, floats."""
-        calls, records, ints, floats = [], [], [], []
+        calls, records = list[bytes](), list[bytes]()
+        ints, floats = list[int](), list[float]()
         for case, places, index in zip(self.cases, self.call_places, self.set_of, strict=True):
             own = places | (self.weight_places[index] if self.num_sets else {})
             signature = self.signature
@@ -234,7 +235,15 @@ def _record(place: Place | None) -> bytes:
     spec = place.spec
     shape, stride = (tuple(each) + (0,) * (MAX_DIMS - len(each)) for each in (spec.shape, spec.strides))
     dtype = DTYPES[str(spec.dtype).removeprefix("torch.")]
-    head = (place.region, _ROLES[spec.role], place.offset, spec.nbytes, place.snapshot, dtype, len(spec.shape))
+    head = (
+        place.region,
+        _ROLES[spec.role],
+        place.offset,
+        spec.nbytes,
+        place.snapshot,
+        dtype,
+        len(spec.shape),
+    )
     return struct.pack(f"={_RECORD_WORDS}q", *head, *shape, *stride)
 
 

@@ -33,8 +33,8 @@ def alone(
     """Times a verified candidate by itself; it cannot win by that, but for a user's module, which has no
     workload. One that turns out wrong as it is timed is a Measurement that says so.
 
-    ``baseline_pack``: the folder of the pack that it must beat, None: stock operators. Raises UnavailableError
-    where no sandbox holds, StartupError when the baseline cannot run.
+    ``baseline_pack``: the folder of the pack that it must beat, None: stock operators.
+    Raises UnavailableError where no sandbox holds, StartupError when the baseline cannot run.
     """
     return _measured(folder, target, baseline_pack, None, False, problem, options)
 

@@ -1,6 +1,6 @@
 """What a candidate must compute, as the judge sees it: tensors, numbers, contents and the right answer.
 
-``cases.OpProblem`` is one op of the table; a user's module is another Problem. The judge itself knows neither.
+``cases.OpProblem`` is one op of the table; a user's module is another. The judge itself knows neither.
 """
 
 from __future__ import annotations

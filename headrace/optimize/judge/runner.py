@@ -6,6 +6,7 @@ by the candidate inside it; it decides how a failure is named, never that a resu
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -38,10 +39,27 @@ _FILTER = 1
 _PROCESS_CALLS = {56: "clone", 57: "fork", 58: "vfork", 59: "execve", 322: "execveat"}
 _NETWORK_CALLS = {41: "socket", 42: "connect", 44: "sendto", 49: "bind", 53: "socketpair"}
 _FILE_CALLS = {
-    **{2: "open", 257: "openat", 437: "openat2", 85: "creat", 83: "mkdir", 258: "mkdirat", 87: "unlink"},
-    **{263: "unlinkat", 82: "rename", 316: "renameat2", 76: "truncate", 77: "ftruncate", 285: "fallocate"},
-    **{90: "chmod", 91: "fchmod", 86: "link", 88: "symlink", 265: "linkat", 266: "symlinkat", 133: "mknod"},
-    **{319: "memfd_create"},
+    2: "open",
+    257: "openat",
+    437: "openat2",
+    85: "creat",
+    83: "mkdir",
+    258: "mkdirat",
+    87: "unlink",
+    263: "unlinkat",
+    82: "rename",
+    316: "renameat2",
+    76: "truncate",
+    77: "ftruncate",
+    285: "fallocate",
+    90: "chmod",
+    91: "fchmod",
+    86: "link",
+    88: "symlink",
+    265: "linkat",
+    266: "symlinkat",
+    133: "mknod",
+    319: "memfd_create",
 }
 _MEMORY_CALLS = {9: "mmap", 10: "mprotect", 13: "sigaction", 216: "remap_file_pages", 329: "pkey_mprotect"}
 _TIMER_CALLS = {37: "alarm", 38: "setitimer", 160: "setrlimit", 222: "timer_create"}
@@ -58,7 +76,18 @@ def build_runner() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}-{os.getpid()}")
-    command = [compiler, "-O2", "-rdynamic", f"-I{INCLUDE}", str(SOURCE), "-o", str(scratch), "-ldl", "-lm", "-pthread"]
+    command = [
+        compiler,
+        "-O2",
+        "-rdynamic",
+        f"-I{INCLUDE}",
+        str(SOURCE),
+        "-o",
+        str(scratch),
+        "-ldl",
+        "-lm",
+        "-pthread",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode != 0:
         raise StartupError(f"the judge's runner does not compile: {result.stderr[:1000]}")
@@ -143,15 +172,19 @@ class Runner:
             assert error.errno == errno.EPIPE, error
             raise self._ended() from None
         reply = self._receive(timeout_s)
-        said, code, a, _, failed, changed, text = reply
+        said, code, a, _, _, changed, text = reply
         if said != _DONE:
             raise self._rejection(reply)
         if changed:
-            raise Rejected("environment_touched", "it returned with another rounding mode or other exception masks")
+            raise Rejected(
+                "environment_touched", "it returned with another rounding mode or other exception masks"
+            )
         if code == 1 and command == _PACK:
             raise Rejected("declined", "it does not pack the target's weights")
         if code == 1:
-            raise Rejected("declined", f"HR_NOT_MINE for {self.layout.cases[a].name}, which it declares to cover")
+            raise Rejected(
+                "declined", f"HR_NOT_MINE for {self.layout.cases[a].name}, which it declares to cover"
+            )
         if code != 0:
             what = text.split(b"\0")[0].decode(errors="replace") or "hr_run"
             raise Rejected("crashed", f"{what} returned {code}")
@@ -197,7 +230,9 @@ class Runner:
         if code == signal.SIGSEGV and a:
             return self._bad_access(a, b)
         if failed:
-            return Rejected("out_of_memory", f"{failed / GIB:.3g} GiB were refused, then {_signal_name(code)}")
+            return Rejected(
+                "out_of_memory", f"{failed / GIB:.3g} GiB were refused, then {_signal_name(code)}"
+            )
         if code == signal.SIGXFSZ:
             return Rejected("out_of_limits", "it wrote more to disk than it may")
         if code == signal.SIGXCPU:
@@ -205,7 +240,7 @@ class Runner:
         return Rejected("crashed", _signal_name(code))
 
     def _bad_access(self, where: int, offset: int) -> Rejected:
-        if where == INPUTS or where == OUTPUTS:
+        if where in (INPUTS, OUTPUTS):
             slot, inside = self.layout.find(where, offset)
             if inside and where == INPUTS:
                 return Rejected("input_changed", f"it wrote to {slot}, which is only read")
@@ -236,15 +271,17 @@ class Runner:
         if number == signal.SIGKILL:
             return Rejected("out_of_memory", "the system killed it")
         if number in (signal.SIGXCPU, signal.SIGXFSZ):
-            return Rejected("timed_out" if number == signal.SIGXCPU else "out_of_limits", _signal_name(number))
+            return Rejected(
+                "timed_out" if number == signal.SIGXCPU else "out_of_limits", _signal_name(number)
+            )
         if number > 0:
             return Rejected("crashed", _signal_name(number))
         words = b""
-        try:
+        with contextlib.suppress(OSError):
             words = os.read(self._child.stdout.fileno(), 400)
-        except OSError:
-            pass
-        return Rejected("crashed", f"it ended the process with code {code} {words.decode(errors='replace')}".strip())
+        return Rejected(
+            "crashed", f"it ended the process with code {code} {words.decode(errors='replace')}".strip()
+        )
 
 
 def _trapped(number: int, path: str) -> Rejected:
@@ -258,7 +295,9 @@ def _trapped(number: int, path: str) -> Rejected:
             return Rejected("out_of_limits", f"it writes to disk ({name} {path})".replace(" )", ")"))
         return Rejected("environment_touched", f"it changes files ({name} {path})")
     if number in _MEMORY_CALLS:
-        return Rejected("environment_touched", f"it changes code or signal handlers ({_MEMORY_CALLS[number]})")
+        return Rejected(
+            "environment_touched", f"it changes code or signal handlers ({_MEMORY_CALLS[number]})"
+        )
     if number in _TIMER_CALLS:
         return Rejected("environment_touched", f"it changes timers or limits ({_TIMER_CALLS[number]})")
     return Rejected("forbidden", f"system call {number}, which no kernel needs")

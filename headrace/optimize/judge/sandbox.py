@@ -33,6 +33,7 @@ GIB = 1024**3
 _SYSTEM = ("/usr", "/etc/ld.so.cache", "/etc/alternatives", "/dev/null", "/dev/urandom")
 _LINKS = ("/bin", "/lib", "/lib64", "/lib32", "/sbin")
 _TOOLS = ("setpriv", "prlimit")
+_PROBE_S = 120.0
 _NEEDED = ("network", "files", "read_only", "memory", "disk")
 """Without these nothing is run; without the others it is said."""
 
@@ -60,7 +61,9 @@ while [ "$1" != -- ]; do
         mount --bind "$from" "$to"
         case $from in /dev/*) ;; *) mount -o remount,bind,ro,nosuid,nodev "$to" ;; esac ;;
     link) mkdir -p "${to%/*}"; ln -s "$from" "$to" ;;
-    scratch) mkdir -p "$to"; mount -t tmpfs -o "mode=1777,size=$from,nr_inodes=4096,nosuid,nodev" scratch "$to" ;;
+    scratch)
+        mkdir -p "$to"
+        mount -t tmpfs -o "mode=1777,size=$from,nr_inodes=4096,nosuid,nodev" scratch "$to" ;;
     esac
 done
 shift
@@ -184,7 +187,12 @@ class Caged(subprocess.Popen[bytes]):
 
     def __init__(self, sandbox: Sandbox, cage: Cage, argv: Sequence[str], **options: object) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="headrace-cage-"))
-        environment = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8"}
+        environment = {
+            "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
+            "HOME": "/tmp",
+            "TMPDIR": "/tmp",
+            "LC_ALL": "C.UTF-8",
+        }
         options.setdefault("stdin", subprocess.DEVNULL)
         options.setdefault("stdout", subprocess.PIPE)
         options.setdefault("stderr", subprocess.STDOUT)
@@ -239,7 +247,7 @@ def _probe(sandbox: Sandbox, runner: Path) -> tuple[dict[str, bool], str]:
         words = ["/runner", "probe", str(listener.getsockname()[1]), str(os.getpid()), *hidden]
         with Caged(sandbox, Cage(limits, {runner: "/runner"}), words) as child:
             try:
-                output, _ = child.communicate(timeout=20)
+                output, _ = child.communicate(timeout=_PROBE_S)
             except subprocess.TimeoutExpired:
                 return {}, "the probe hung"
     lines = [line.split() for line in output.decode(errors="replace").splitlines()]

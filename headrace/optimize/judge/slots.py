@@ -37,7 +37,9 @@ def weight_shapes(op: str, dims: Mapping[str, int]) -> dict[str, Shape]:
     return found
 
 
-def weight_specs(op: str, dims: Mapping[str, int], present: frozenset[str], dtype: torch.dtype) -> list[TensorSpec]:
+def weight_specs(
+    op: str, dims: Mapping[str, int], present: frozenset[str], dtype: torch.dtype
+) -> list[TensorSpec]:
     """The weight slots that the model's call fills, in the signature's order."""
     shapes = weight_shapes(op, dims)
     return [

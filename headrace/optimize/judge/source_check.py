@@ -13,18 +13,28 @@ from pathlib import Path
 
 from headrace.optimize.judge.rejected import Rejected
 
-_HEADERS = frozenset(
-    """algorithm array atomic bit bitset cassert cerrno cfenv cfloat chrono cinttypes climits cmath complex
-    condition_variable cstdarg cstddef cstdint cstdio cstdlib cstring ctime exception fstream functional
-    initializer_list iomanip iostream iterator limits list map memory mutex new numeric ostream random
-    shared_mutex sstream stdexcept string string_view thread tuple type_traits unordered_map unordered_set
-    utility valarray vector assert.h errno.h fenv.h float.h immintrin.h inttypes.h limits.h linux/futex.h
-    math.h omp.h pthread.h sched.h signal.h stdalign.h stdarg.h stdatomic.h stdbool.h stddef.h stdint.h
-    stdio.h stdlib.h string.h time.h unistd.h x86intrin.h xmmintrin.h emmintrin.h arm_neon.h arm_sve.h
-    sys/mman.h sys/syscall.h sys/types.h sys/stat.h sys/time.h sys/wait.h sys/socket.h sys/resource.h
-    sys/prctl.h netinet/in.h arpa/inet.h fcntl.h headrace_kernel.h""".split()
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_HEADERS = _words(
+    """
+    algorithm array atomic bit bitset cassert cerrno cfenv cfloat chrono cinttypes climits cmath
+    complex condition_variable cstdarg cstddef cstdint cstdio cstdlib cstring ctime exception
+    fstream functional initializer_list iomanip iostream iterator limits list map memory mutex new
+    numeric ostream random shared_mutex sstream stdexcept string string_view thread tuple
+    type_traits unordered_map unordered_set utility valarray vector assert.h errno.h fenv.h float.h
+    immintrin.h inttypes.h limits.h linux/futex.h math.h omp.h pthread.h sched.h signal.h stdalign.h
+    stdarg.h stdatomic.h stdbool.h stddef.h stdint.h stdio.h stdlib.h string.h time.h unistd.h
+    x86intrin.h xmmintrin.h emmintrin.h arm_neon.h arm_sve.h sys/mman.h sys/syscall.h sys/types.h
+    sys/stat.h sys/time.h sys/wait.h sys/socket.h sys/resource.h sys/prctl.h netinet/in.h
+    arpa/inet.h fcntl.h headrace_kernel.h
+    """
 )
-_INCLUDE = re.compile(r"^[ \t]*(?:#|%:|\?\?=)[ \t]*(include_next|include|import|embed)\b[ \t]*(.*)$", re.MULTILINE)
+_INCLUDE = re.compile(
+    r"^[ \t]*(?:#|%:|\?\?=)[ \t]*(include_next|include|import|embed)\b[ \t]*(.*)$", re.MULTILINE
+)
 _WORDS = {
     r"\b(torch|at|c10|aten)\s*::": "calls torch",
     r"\b(mkldnn|dnnl|cblas_\w+|openblas\w*)\b": "calls a library of kernels",
@@ -35,14 +45,19 @@ _WORDS = {
     r"\.incbin\b": "takes in another file",
     r"/proc/|/dev/mem|/sys/": "reads the machine's state",
 }
-_IMPORTS = frozenset(
-    """dlopen dlmopen dlsym dlvsym dl_iterate_phdr mprotect pkey_mprotect ptrace process_vm_readv
-    process_vm_writev _dl_sym __libc_dlopen_mode __libc_dlsym setcontext makecontext""".split()
+_IMPORTS = _words(
+    """
+    dlopen dlmopen dlsym dlvsym dl_iterate_phdr mprotect pkey_mprotect ptrace process_vm_readv
+    process_vm_writev _dl_sym __libc_dlopen_mode __libc_dlsym setcontext makecontext
+    """
 )
-_TAKEN_NAMES = frozenset(
-    """clock_gettime clock gettimeofday time times omp_get_wtime clock_getres timespec_get __vdso_clock_gettime
-    read write send recv malloc calloc realloc free mmap munmap mprotect memcpy memset memmove pthread_create
-    sched_yield nanosleep usleep sigaction signal _exit exit abort main dlopen dlsym open openat""".split()
+_TAKEN_NAMES = _words(
+    """
+    clock_gettime clock gettimeofday time times omp_get_wtime clock_getres timespec_get
+    __vdso_clock_gettime read write send recv malloc calloc realloc free mmap munmap mprotect memcpy
+    memset memmove pthread_create sched_yield nanosleep usleep sigaction signal _exit exit abort
+    main dlopen dlsym open openat
+    """
 )
 
 

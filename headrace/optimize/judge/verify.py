@@ -1,9 +1,9 @@
 """Is a candidate right? Every way in which it could only seem so is looked at.
 
-    each case           poisoned outputs, one call; copies taken as it returns are compared with float64
-    again               the same bits must come out
-    many calls          so that what is skipped later is skipped by now
-    fresh content       new weights, inputs and caches in the same places; then a few elements changed
+each case           poisoned outputs, one call; copies taken as it returns are compared with float64
+again               the same bits must come out
+many calls          so that what is skipped later is skipped by now
+fresh content       new weights, inputs and caches in the same places; then a few elements changed
 """
 
 from __future__ import annotations

@@ -66,7 +66,14 @@ REASONS = {
 EITHER = {"reads_freed_memory": {"wrong_result", "incomplete"}}
 CASES = [(name, {reason}) for reason, names in REASONS.items() for name in names] + list(EITHER.items())
 # the runner's filter and its control word are x86's
-ONLY_X86 = {"flushes_denormals", "patches_code", "catches_signals", "forks", "fills_the_disk", "tries_the_network"}
+ONLY_X86 = {
+    "flushes_denormals",
+    "patches_code",
+    "catches_signals",
+    "forks",
+    "fills_the_disk",
+    "tries_the_network",
+}
 
 
 def test_every_cheat_is_expected() -> None:
