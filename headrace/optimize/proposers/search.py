@@ -11,14 +11,23 @@ import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from headrace.core.packs import KernelEntry
 from headrace.optimize.proposal import CandidateSource, Trial
 from headrace.optimize.proposers.source import write_source
-from headrace.optimize.proposers.space import SPACES, VALUES, Parameters, constants, first_guess
+from headrace.optimize.proposers.space import (
+    SPACES,
+    Parameters,
+    constants,
+    first_guess,
+    moved,
+    worth_changing,
+)
 from headrace.optimize.records import Target
 
 _TEMPLATE = "template"
+_Key: TypeAlias = "tuple[tuple[str, int], ...]"
 
 
 class Search:
@@ -37,26 +46,24 @@ class Search:
         """None where no template fits the target, and when the neighbourhood is exhausted."""
         if not covers(target):
             return None
-        trials = {
-            key: trial for trial in history if (key := _key(target.op, trial)) is not None
-        }
+        trials = {key: trial for trial in history if (key := _key(target.op, trial)) is not None}
         parameters = first_guess(target, self._threads)
         if tuple(parameters.items()) not in trials:
             return self._candidate(target, parameters, "where the roofline says to begin")
-        found = self._next(target.op, best, trials, rng)
+        found = self._next(target, best, trials, rng)
         return None if found is None else self._candidate(target, *found)
 
     def _next(
-        self, op: str, best: Trial | None, trials: dict[tuple[tuple[str, int], ...], Trial], rng: random.Random
+        self, target: Target, best: Trial | None, trials: dict[_Key, Trial], rng: random.Random
     ) -> tuple[Parameters, str] | None:
         """An untried neighbour of the best, and why."""
-        top = None if best is None else _key(op, best)
+        top = None if best is None else _key(target.op, best)
         if top is None or top not in trials:  # the best is somebody else's: go on from our own
             top = max(trials, key=lambda key: trials[key].speed)
         here = dict(top)
-        ways = [(name, step) for name in SPACES[op] for step in (1, -1)]
+        ways = [(name, step) for name in worth_changing(target) for step in (1, -1)]
         for name, step in ways:  # the best came from one step back: one more
-            behind, onward = _moved(here, name, -step), _moved(here, name, step)
+            behind, onward = moved(here, name, -step), moved(here, name, step)
             parent = None if behind is None else trials.get(tuple(behind.items()))
             if onward is None or parent is None or tuple(onward.items()) in trials:
                 continue
@@ -88,25 +95,23 @@ class Search:
 
 def covers(target: Target) -> bool:
     """Whether a template computes this target: decode rows of a model whose weights are bfloat16."""
-    if target.module or target.op not in SPACES or target.phase != "decode" or target.weight_dtype != "bfloat16":
+    if (
+        target.module
+        or target.op not in SPACES
+        or target.phase != "decode"
+        or target.weight_dtype != "bfloat16"
+    ):
         return False
     heads, kv_heads = target.dims.get("num_heads", 1), target.dims.get("num_kv_heads", 1)
     return kv_heads > 0 and heads % kv_heads == 0
 
 
-def _key(op: str, trial: Trial) -> tuple[tuple[str, int], ...] | None:
+def _key(op: str, trial: Trial) -> _Key | None:
     """A trial's parameters, in the op's order; None when it is not of this template."""
     found = trial.candidate.parameters
     if found.get(_TEMPLATE) != op or any(name not in found for name in SPACES[op]):
         return None
     return tuple((name, int(found[name])) for name in SPACES[op])
-
-
-def _moved(parameters: Parameters, name: str, step: int) -> Parameters | None:
-    """The same with one parameter ``step`` places further; None beyond its last."""
-    values = VALUES[name]
-    place = values.index(parameters[name]) + step
-    return {**parameters, name: values[place]} if 0 <= place < len(values) else None
 
 
 def _single(
@@ -117,7 +122,7 @@ def _single(
         both = list(pair)
         rng.shuffle(both)
         for name, step in both:
-            there = _moved(here, name, step)
+            there = moved(here, name, step)
             if there is not None:
                 yield there, f"{name} {here[name]} to {there[name]}"
 
@@ -129,7 +134,10 @@ def _double(
     pairs = [pair for pair in itertools.combinations(ways, 2) if pair[0][0] != pair[1][0]]
     rng.shuffle(pairs)
     for (first, step), (second, other) in pairs:
-        between = _moved(here, first, step)
-        there = None if between is None else _moved(between, second, other)
+        between = moved(here, first, step)
+        there = None if between is None else moved(between, second, other)
         if there is not None:
-            yield there, f"{first} {here[first]} to {there[first]}, {second} {here[second]} to {there[second]}"
+            yield (
+                there,
+                f"{first} {here[first]} to {there[first]}, {second} {here[second]} to {there[second]}",
+            )

@@ -62,7 +62,11 @@ def first_guess(target: Target, threads: int) -> Parameters:
     rows = max((shape.rows for shape in target.shapes), default=1)
     context = max((shape.context for shape in target.shapes), default=0)
     panels = next(
-        (width for width in (4, 2) if _unevenness(target.dims, width, threads) <= _UNEVEN and width * rows <= 8),
+        (
+            width
+            for width in (4, 2)
+            if _unevenness(target.dims, width, threads) <= _UNEVEN and width * rows <= 8
+        ),
         2,
     )
     guess = {
@@ -70,13 +74,42 @@ def first_guess(target: Target, threads: int) -> Parameters:
         "prefetch": _BYTES_IN_FLIGHT,
         "ahead": 2 * _BYTES_IN_FLIGHT,
         "unroll": 2,
-        "rows": 4,
-        "half_rows": 8,
+        "rows": min(4, 8 // panels),
+        "half_rows": min(8, 16 // panels),
         "dot": 1,
         # a lone row needs several items for every thread, a long one few enough to join
         "chunk": 64 if context < 512 and rows < threads else 128 if context < 4096 else 256,
     }
     return {name: guess[name] for name in SPACES[target.op]}
+
+
+def worth_changing(target: Target) -> tuple[str, ...]:
+    """The op's parameters that the target's own shapes can feel, those that matter most first."""
+    rows = {dtype: [s.rows for s in target.shapes if s.dtype == dtype] for dtype in ("float32", "bfloat16")}
+    idle = set()
+    if max(rows["float32"], default=0) < 2:
+        idle.add("rows")
+    if max(rows["bfloat16"], default=0) < 5:
+        idle.add("half_rows")
+    if not rows["bfloat16"]:
+        idle.add("dot")
+    if target.op in ("linear", "gated_linear", "logits_head"):  # no matrix follows
+        idle.add("ahead")
+    return tuple(name for name in SPACES[target.op] if name not in idle)
+
+
+def moved(parameters: Parameters, name: str, step: int) -> Parameters | None:
+    """The same with one parameter ``step`` places further; None where that changes nothing or is beyond
+    the last. Rows that do not fit the registers beside the panels are cut, as the template does."""
+    values = VALUES[name]
+    place = values.index(parameters[name]) + step
+    if not 0 <= place < len(values):
+        return None
+    there = {**parameters, name: values[place]}
+    for rows, registers in (("rows", 8), ("half_rows", 16)):
+        if rows in there:
+            there[rows] = min(there[rows], registers // there["panels"])
+    return None if there == parameters else there
 
 
 def constants(target: Target, parameters: Parameters) -> dict[str, int]:
