@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -92,8 +93,9 @@ def compare_engines(built: Built, setting: Setting, options: JudgeOptions) -> En
     Raises Rejected when the candidate fails in the engine, StartupError when the baseline does.
     """
     with (
-        _Engine(built.sandbox, setting, None, options) as baseline,
-        _Engine(built.sandbox, setting, built, options) as candidate,
+        tempfile.TemporaryDirectory(prefix="headrace-model-") as scratch,
+        _Engine(built.sandbox, setting, None, options, Path(scratch)) as baseline,
+        _Engine(built.sandbox, setting, built, options, Path(scratch)) as candidate,
     ):
         baseline.wait_ready()
         candidate.wait_ready()
@@ -107,13 +109,18 @@ class _Engine:
     """A caged engine process; ``built`` None: the baseline. A context manager."""
 
     def __init__(
-        self, sandbox: Sandbox, setting: Setting, built: Built | None, options: JudgeOptions
+        self,
+        sandbox: Sandbox,
+        setting: Setting,
+        built: Built | None,
+        options: JudgeOptions,
+        scratch: Path,
     ) -> None:
         self._is_candidate = built is not None
         command_read, command_write = os.pipe2(os.O_CLOEXEC)
         reply_read, reply_write = os.pipe2(os.O_CLOEXEC)
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
-        show = _interpreter() | _model_files(setting.model.folder)
+        show = _interpreter() | _model_files(setting.model.folder, scratch)
         if setting.pack is not None:
             show[setting.pack.resolve()] = "/pack"
         if built is not None:
@@ -286,9 +293,20 @@ def _interpreter() -> dict[Path, str]:
     return show | ({cpu: str(cpu)} if cpu.exists() else {})
 
 
-def _model_files(folder: Path) -> dict[Path, str]:
-    """Each file by itself: those of a hub snapshot are links to elsewhere."""
-    return {path.resolve(): f"/model/{path.name}" for path in folder.iterdir()}
+def _model_files(folder: Path, scratch: Path) -> dict[Path, str]:
+    """Each file by itself: those of a hub snapshot are links to elsewhere. What only its owner may read, the
+    cage's own user may not: that is copied to ``scratch``, once."""
+    show = {}
+    for path in folder.iterdir():
+        real = path.resolve()
+        if os.geteuid() == 0 and real.is_file() and not real.stat().st_mode & stat.S_IROTH:
+            copy = scratch / path.name
+            if not copy.exists():
+                shutil.copyfile(real, copy)
+                copy.chmod(0o644)
+            real = copy
+        show[real] = f"/model/{path.name}"
+    return show
 
 
 def _config(model: ResolvedModel) -> dict[str, int]:

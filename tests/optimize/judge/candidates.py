@@ -37,10 +37,10 @@ def target(**changes: Any) -> Target:
     return msgspec.structs.replace(whole, **changes)
 
 
-def candidate(folder: Path, source: Path, **changes: Any) -> Path:
-    """``folder`` with the source as a candidate."""
+def candidate(folder: Path, text: Path, /, **changes: Any) -> Path:
+    """``folder`` with the source in ``text`` as a candidate."""
     folder.mkdir(exist_ok=True)
-    shutil.copyfile(source, folder / "kernel.cpp")
+    shutil.copyfile(text, folder / "kernel.cpp")
     shutil.copyfile(HERE / "cheats" / "common.h", folder / "common.h")
     entry = msgspec.structs.replace(KernelEntry(op="rms_norm", source="kernel.cpp"), **changes)
     (folder / "kernel.json").write_bytes(msgspec.json.encode(entry))
