@@ -150,7 +150,7 @@ def _score(engine: Engine, command: EngineCommand) -> list[Position]:
     )
     engine.score(score)
     while engine.scorer.busy:
-        engine.scorer.step()
+        engine.scorer.advance(1.0)
     (ended,) = engine.scorer.take()
     if not isinstance(ended, Scores):
         raise RuntimeError(f"scoring failed: {ended.failed.message}")
