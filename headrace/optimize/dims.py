@@ -106,7 +106,7 @@ def _op_sizes(op: str, config: DecoderConfig, known: dict[str, int], part: str) 
 
 
 def _floats(config: DecoderConfig) -> dict[str, float]:
-    offset = float(config.norm_plus_one)
+    offset = 0.0  # a weight that is meant as 1 + weight is stored with the 1 in it
     normed = config.qk_norm != "none"
     return {
         "eps": config.norm_eps,

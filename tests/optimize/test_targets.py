@@ -94,7 +94,7 @@ def test_windows_and_norms_follow_the_model() -> None:
     found = op_dims("decoder_layer", gemma, phase="prefill", block_size=32)
     assert (found.dims["window"], found.dims["max_window"]) == (0, 8)
     assert {"post_attention_norm", "q_norm", "chunks"} <= set(found.present)
-    assert (found.floats["norm_offset"], found.floats["qk_norm_eps"]) == (1.0, gemma.norm_eps)
+    assert (found.floats["norm_offset"], found.floats["qk_norm_eps"]) == (0.0, gemma.norm_eps)
     assert "residual" not in op_dims("mlp_block", gemma, phase="decode", block_size=32).present
     same = dataclasses.replace(CONFIG, sliding_windows=(16, 16, 16))
     assert op_dims("attention", same, phase="decode", block_size=32).dims["window"] == 16
