@@ -163,6 +163,9 @@ class Sandbox:
         for source, target in links:
             words += ["--symlink", source, target]
         words += ["--size", str(cage.limits.disk), "--perms", "1777", "--tmpfs", "/tmp", "--proc", "/proc"]
+        parents = {str(each) for _, target in binds for each in Path(target).parents} - {"/", "/tmp"}
+        for parent in sorted(parents):  # it would make them for their owner only
+            words += ["--perms", "0755", "--dir", parent]
         for source, target in binds:
             words += ["--dev-bind" if source.startswith("/dev/") else "--ro-bind", source, target]
         return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]

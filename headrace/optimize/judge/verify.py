@@ -282,6 +282,7 @@ class _Check:
         off = {slot: error(results[slot], expected.truth[slot]) for slot in expected.truth}
         for slot, value in off.items():
             if value > expected.limits[slot]:
+                self._late(index, where, _LATE_S)
                 blank = unwritten(results[slot])
                 if blank and reason == "wrong_result":
                     raise Rejected("incomplete", f"{blank} elements of {slot} were never written ({where})")
@@ -292,10 +293,10 @@ class _Check:
                 )
         return off
 
-    def _late(self, index: int, where: str) -> None:
+    def _late(self, index: int, where: str, wait_s: float = _SETTLE_S) -> None:
         """Raises Rejected when outputs change after the call has returned."""
         tensors, copies = self._layout.call(index), self._layout.snapshots(index)
-        until = time.monotonic() + (_LATE_S if any(map(unwritten, copies.values())) else _SETTLE_S)
+        until = time.monotonic() + wait_s
         while True:
             if any(not same_bits(tensors[slot], copy) for slot, copy in copies.items()):
                 raise Rejected("still_running", f"outputs change after the call has returned ({where})")
