@@ -250,6 +250,7 @@ class Engine:
             self._swap_ops(self._pending_ops)
             self._pending_ops = None
         result = StepResult()
+        started = time.monotonic()
         self.moves.before_step()
         schedule = self.scheduler.schedule()
         self._nothing_to_compute = not schedule.entries
@@ -257,7 +258,8 @@ class Engine:
             self._compute(schedule, result)
         self.moves.after_step()
         if self.scorer.busy:
-            self.scorer.step()
+            # no longer than what it stands beside
+            self.scorer.advance(time.monotonic() - started)
         return result
 
     def take_events(self) -> tuple[int, list[CacheEvent]]:

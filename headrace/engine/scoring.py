@@ -1,4 +1,4 @@
-"""Scores given tokens with several op tables, beside what is served: a pass of each between two steps.
+"""Scores given tokens with several op tables, beside what is served: passes between two steps.
 
     sequences │ group of 1 │ group of 2 │ … │      one group at a time, all of its sequences in one pass
     pass      │ the next ``chunk`` tokens of each; one token: the decode path │
@@ -31,7 +31,7 @@ _LOGITS_BYTES = 64 * 1024**2
 
 
 class Scorer:
-    """At most one job at a time, which advances with ``step`` and ends in one message."""
+    """At most one job at a time, which ``advance`` brings on and which ends in one message."""
 
     def __init__(self, model: CausalLM, geometry: KVGeometry, device: torch.device) -> None:
         self._model = model
@@ -54,8 +54,14 @@ class Scorer:
         """Drops the job: nobody waits for it."""
         self._job = None
 
-    def step(self) -> None:
-        """One pass of each table."""
+    def advance(self, seconds: float) -> None:
+        """As many passes of each table as ``seconds`` allow, one at least."""
+        deadline = time.monotonic() + seconds
+        self._step()
+        while self._job is not None and time.monotonic() < deadline:
+            self._step()
+
+    def _step(self) -> None:
         job = self._job
         assert job is not None
         try:
