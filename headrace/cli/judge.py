@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", metavar="DIR", help="a candidate: kernel.json, its sources, and the target as target.json"
     )
     parser.add_argument("--target", metavar="FILE", help="the target [default: DIR/target.json]")
-    parser.add_argument("--baseline", metavar="PACK", help="folder of the pack to beat [default: none, stock]")
+    parser.add_argument(
+        "--baseline", metavar="PACK", help="folder of the pack to beat [default: none, stock]"
+    )
     parser.add_argument("--verify-only", action="store_true", help="right or wrong, and no timing")
     parser.add_argument("--alone", action="store_true", help="time it by itself only, not on the workload")
     parser.add_argument("--quick", action="store_true", help="fewer calls and shorter timing")
