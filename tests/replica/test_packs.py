@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,21 @@ from headrace.core.messages import (
     UsePack,
 )
 from tests.engine.packs import write_pack
+from tests.models.tiny import make_tiny
 from tests.replica.harness import PATIENCE_S, Peer, Replica
 
 PROMPT = [(7 * i) % 300 + 2 for i in range(20)]
 TOKENS = [array("I", [(31 * i + 7 * j) % 300 + 2 for j in range(200)]).tobytes() for i in range(8)]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
 @pytest.fixture
-def replica(tiny: Callable[..., Path], tmp_path: Path) -> Iterator[Replica]:
-    started = Replica(tiny("llama"), tmp_path, module="tests.replica.python_packs")
+def replica(folder: Path, tmp_path: Path) -> Iterator[Replica]:
+    started = Replica(folder, tmp_path, module="tests.replica.python_packs")
     try:
         yield started.wait_ready()
     finally:
