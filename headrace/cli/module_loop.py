@@ -13,6 +13,7 @@ from headrace.optimize.modules.host import ModuleHost
 from headrace.optimize.modules.source import absolute
 from headrace.optimize.modules.stages import ModuleStages
 from headrace.optimize.proposal import Proposer
+from headrace.optimize.proposers.module_search import ModuleSearch
 from headrace.optimize.registry import Registry
 from headrace.optimize.rounds import RoundEnd, RoundStore
 
@@ -39,7 +40,11 @@ def optimize_module(
     registry = Registry(registry_url, keys=keys)
     with ModuleHost(name, threads=threads) as host:
         options = JudgeOptions(threads=threads)
-        stages = ModuleStages(name, host, registry, keys, approver=approver, options=options).stages()
+        # a search tries its templates once; others may go on from what they have
+        once = isinstance(proposer, ModuleSearch)
+        stages = ModuleStages(
+            name, host, registry, keys, approver=approver, options=options, once=once
+        ).stages()
         loop = Loop(
             RoundStore(rounds_dir),
             stages,
@@ -50,4 +55,8 @@ def optimize_module(
             limits=limits,
             seed=seed,
         )
-        return loop.run(rounds, fresh=fresh)
+        ends = loop.run(rounds, fresh=fresh)
+    for end in ends:
+        if end.pack:
+            say(f"in your program: headrace.optimize.modules.load({str(registry.fetch(end.pack))!r}, module)")
+    return ends

@@ -164,11 +164,12 @@ def _module(arguments: argparse.Namespace, threads: int | None) -> int:
                 f"{flag} is for a model that is served; {arguments.model} is a module of your own"
             )
     from headrace.cli.module_loop import optimize_module
+    from headrace.optimize.proposers.module_search import ModuleSearch
     from headrace.optimize.registry import current_user
 
     ends = optimize_module(
         arguments.model,
-        proposer=_proposer(arguments, threads),
+        proposer=ModuleSearch(threads) if arguments.proposer == "search" else _proposer(arguments, threads),
         limits=_limits(arguments),
         threads=threads or 0,
         rounds=arguments.rounds,

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -31,7 +32,8 @@ from torch import Tensor, nn
 
 from headrace.core.errors import StartupError, UnsupportedModelError, UsageError
 from headrace.fleet.local import engine_environment
-from headrace.optimize.modules.source import OpenModule, open_module, state
+from headrace.optimize.modules.bound import bind, find
+from headrace.optimize.modules.source import Argument, OpenModule, open_module, state
 from headrace.optimize.modules.trace import describe, run, run_wide, widened
 from headrace.optimize.records import ModuleCall, ModuleSlot
 
@@ -55,6 +57,7 @@ class _Question(msgspec.Struct, frozen=True):
     kind: Literal["describe", "time", "inputs", "state", "run"]
     seed: int = 0
     wide: bool = False
+    pack: str = ""
     tensors: dict[str, _Wire] = {}
 
 
@@ -109,9 +112,9 @@ class ModuleHost:
         assert call is not None
         return call
 
-    def time(self) -> float:
-        """Seconds of one call, the median."""
-        return self._ask(_Question("time")).seconds
+    def time(self, pack: Path | None = None) -> float:
+        """Seconds of one call, the median; ``pack``: with the kernel in that folder."""
+        return self._ask(_Question("time", pack="" if pack is None else str(pack))).seconds
 
     def inputs(self, seed: int) -> Tensors:
         return _unpacked(self._ask(_Question("inputs", seed=seed)).tensors)
@@ -180,7 +183,8 @@ class _Host:
         if question.kind == "describe":
             return _Answer(call=call)
         if question.kind == "time":
-            return _Answer(seconds=_seconds(opened))
+            module = bind(find(Path(question.pack)), opened.module) if question.pack else opened.module
+            return _Answer(seconds=_seconds(module, opened.inputs(1)))
         if question.kind == "inputs":
             given = opened.inputs(question.seed)
             named = {slot.name: given[int(slot.source)] for slot in call.slots if slot.role == "input"}
@@ -215,11 +219,11 @@ def set_weights(module: nn.Module, call: ModuleCall, tensors: Mapping[str, Tenso
                 held[slot.source].data = tensors[slot.name]
 
 
-def _seconds(opened: OpenModule, budget_s: float = 0.5) -> float:
-    arguments, times, until = opened.inputs(1), [], time.monotonic() + budget_s
+def _seconds(module: nn.Module, arguments: Sequence[Argument], budget_s: float = 0.5) -> float:
+    times, until = [], time.monotonic() + budget_s
     while len(times) < 5 or (time.monotonic() < until and len(times) < 200):
         began = time.perf_counter()
-        run(opened.module, arguments)
+        run(module, arguments)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 

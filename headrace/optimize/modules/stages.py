@@ -69,9 +69,11 @@ class ModuleStages:
         *,
         approver: str,
         options: JudgeOptions | None = None,
+        once: bool = False,
     ) -> None:
+        """``once``: one round is all there is to try."""
         self._name, self._host, self._registry, self._keys = name, host, registry, keys
-        self._approver, self._options = approver, options or JudgeOptions()
+        self._approver, self._options, self._once = approver, options or JudgeOptions(), once
 
     def stages(self) -> Stages:
         return Stages(
@@ -84,7 +86,7 @@ class ModuleStages:
         )
 
     def _profile(self, base: Path | None) -> KernelProfile:
-        call, seconds = self._host.describe(), self._host.time()
+        call, seconds = self._host.describe(), self._host.time(base)
         nbytes, flops = float(_bytes(call)), _flops(call)
         roofs = measure_roofs([nbytes], ["float32"], self._options.num_threads)
         return KernelProfile(
@@ -102,8 +104,8 @@ class ModuleStages:
         )
 
     def _targets(self, profile: KernelProfile, tried: Sequence[Tried]) -> list[Target]:
-        """The one target there is, unless the last round on it brought nothing."""
-        if tried and not tried[-1].won:
+        """The one target there is, unless the last round on it brought nothing, or was the only one."""
+        if tried and (self._once or not tried[-1].won):
             return []
         call, op = self._host.describe(), profile.phases[0].ops[0]
         dtype = _main(call).dtype
