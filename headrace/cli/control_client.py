@@ -1,4 +1,4 @@
-"""Talks to a running server on its control socket, for the commands ps, why, scale and reload."""
+"""Talks to a running server on its control socket, for the commands ps, why, scale, reload and packs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from headrace.cli.flags import load_config
@@ -42,11 +42,30 @@ def ask(
     ``timeout_s`` bounds each wait for a word (None: no bound). Raises what the server refuses with,
     UnavailableError when none listens, and EngineError for an answer of another kind.
     """
+    return ask_port(port_of(arguments), message, wanted, timeout_s=timeout_s)
+
+
+def port_of(arguments: argparse.Namespace) -> int:
+    """The port of the server that is meant: the flag's, the environment's, or the default."""
     given = {"port": arguments.port} if "port" in arguments else {}
-    port = load_config(GatewayConfig, given, os.environ, {}).port
+    return load_config(GatewayConfig, given, os.environ, {}).port
+
+
+def ask_port(
+    port: int,
+    message: ToServer,
+    wanted: type[Reply],
+    *,
+    timeout_s: float | None,
+    say: Callable[[str], None] | None = None,
+) -> Reply:
+    """As ``ask``, of the server on ``port``; ``say`` gets the lines of its progress instead."""
     for reply in _replies(port, message, timeout_s):
         if isinstance(reply, Progress):
-            print(reply.line, file=sys.stderr, flush=True)
+            if say is not None:
+                say(reply.line)
+            else:
+                print(reply.line, file=sys.stderr, flush=True)
             continue
         if isinstance(reply, Refusal):
             error = reply.failed.to_error()

@@ -10,7 +10,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from headrace.cli import chat, collect_env, ps, reload, run, scale, serve, why
+from headrace.cli import (
+    chat,
+    collect_env,
+    judge,
+    optimize,
+    packs,
+    profile,
+    ps,
+    reload,
+    rounds,
+    run,
+    scale,
+    serve,
+    why,
+)
 from headrace.core.errors import HeadraceError
 from headrace.core.version import __version__
 
@@ -25,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (serve, ps, why, scale, reload, chat, run, collect_env):
+    loop = (profile, optimize, judge, rounds, packs)
+    for module in (serve, ps, why, scale, reload, chat, run, *loop, collect_env):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").strip().splitlines()[0].partition(": ")[2]
         command = commands.add_parser(

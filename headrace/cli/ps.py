@@ -23,6 +23,7 @@ WIDE_COLUMNS = (
     "model",
     "kind",
     "state",
+    "pack",
     "queue",
     "running",
     "KV %",
@@ -42,17 +43,19 @@ COLUMNS = (
     "model",
     "kind",
     "state",
+    "pack",
     "running\n(queue)",
     "KV %",
     "prefix\nhits %",
     "TTFT ms\n(predicted)",
     "rescues",
 )
-NUM_TEXT_COLUMNS = 4
+NUM_TEXT_COLUMNS = 5
 NUM_TIER_TEXT_COLUMNS = 2
 # A second table where blocks move between replicas or to disk; "split" and "filling" are requests.
 TIER_COLUMNS = ("replica", "role", "split", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
 UNKNOWN = "-"
+PACK_DIGITS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +118,7 @@ def cells(replica: ReplicaStatus) -> list[str]:
         row["model"],
         row["kind"],
         row["state"] if replica.breaker == "closed" else f"{row['state']}, breaker {replica.breaker}",
+        row["pack"],
         _pair(row["running"], row["queue"]),
         row["KV %"],
         row["prefix\nhits %"],
@@ -133,6 +137,7 @@ def wide_cells(replica: ReplicaStatus) -> list[str]:
         endpoint.model,
         (kind or "unknown") + (", overflow" if endpoint.overflow else ""),
         replica.member.state,
+        replica.pack[:PACK_DIGITS] or ("none" if kind == "headrace" else UNKNOWN),
         str(replica.num_waiting) if load else UNKNOWN,
         str(replica.num_running) if load else UNKNOWN,
         f"{100 * replica.kv_cache_usage:.1f}" if load else UNKNOWN,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import msgspec
 
 from headrace.cli.console import Printer
 from headrace.cli.flags import add_flags, load_config
+from headrace.cli.pack_check import check_pack
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.request import SamplingParams
@@ -58,6 +60,8 @@ def main(arguments: argparse.Namespace) -> int:
             "--system needs the chat template, which --raw leaves out", hint="drop one of the two"
         )
 
+    if engine.pack:
+        check_pack(Path(engine.pack))
     from headrace.llm import LLM
 
     printer = Printer()

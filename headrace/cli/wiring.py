@@ -19,6 +19,7 @@ from headrace.cli.announce import Throughput, curl_line, print_model
 from headrace.cli.console import Printer
 from headrace.cli.disk_space import disk_warnings
 from headrace.cli.front import Front, LocalFront, RouterLink
+from headrace.cli.pack_check import check_pack
 from headrace.cli.prepare import Prepared, prepare
 from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
@@ -47,6 +48,8 @@ async def run_server(settings: Settings, printer: Printer) -> None:
         async with contextlib.AsyncExitStack() as stack:
             socket = stack.enter_context(bind_socket(settings.gateway))
             directory = stack.enter_context(RuntimeDirectory())
+            for pack in _packs(settings):
+                await asyncio.to_thread(check_pack, Path(pack))
             with printer.progress() as progress:
                 models = [
                     await asyncio.to_thread(prepare, model, progress) for model in settings.deployment.models
@@ -60,6 +63,7 @@ async def run_server(settings: Settings, printer: Printer) -> None:
                     directory=directory,
                     grace_s=settings.gateway.shutdown_grace_s,
                     logs=settings.logs,
+                    verify_pack=check_pack,
                 )
                 # What ran has ended by then: the front stops before.
                 stack.push_async_callback(supervisor.stop, 0.0)
@@ -124,6 +128,12 @@ def _print_heading(settings: Settings, printer: Printer) -> None:
     engines = [replica.engine for model in settings.deployment.models for replica in model.replicas]
     for warning in (*settings.warnings, *disk_warnings(engines)):
         printer.warning(warning)
+
+
+def _packs(settings: Settings) -> list[str]:
+    """Folders of the packs that replicas are to start with."""
+    engines = [replica.engine for model in settings.deployment.models for replica in model.replicas]
+    return sorted({engine.pack for engine in engines if engine.pack})
 
 
 def _front(settings: Settings, directory: RuntimeDirectory, on_hang: Callable[[str, int], None]) -> Front:

@@ -1,4 +1,5 @@
-"""What the commands ``ps``, ``why``, ``scale`` and ``reload`` tell a running server, and its answers.
+"""What the commands ``ps``, ``why``, ``scale``, ``reload`` and ``packs`` tell a running server, and its
+answers.
 
 One request and one reply a connection, framed as in ``core.wire``, on a Unix socket that only the server's
 user may open: ``control_path(port)``.
@@ -41,7 +42,31 @@ class Reload(msgspec.Struct, frozen=True, tag="reload"):
     target: str = ""
 
 
-ToServer = Ps | Why | Scale | Reload
+class Rollout(msgspec.Struct, frozen=True, tag="rollout"):
+    """Have the local replicas of ``model`` (empty: the only one) run the pack in ``folder``: a canary first.
+
+    ``folder`` is an absolute path on the server's machine, ``approver`` names who wants it. The last word is
+    Done, or a Refusal whose code says what became of it: PACK_REFUSED, nothing was changed;
+    PACK_ROLLED_BACK, the canary slipped and what ran before runs again.
+    """
+
+    folder: str
+    approver: str
+    model: str = ""
+
+
+class Rollback(msgspec.Struct, frozen=True, tag="rollback"):
+    """Have the local replicas of ``model`` (empty: the only one) run again what they ran before the last
+    roll-out."""
+
+    approver: str
+    model: str = ""
+
+
+ToServer = Ps | Why | Scale | Reload | Rollout | Rollback
+
+PACK_REFUSED = "pack_refused"
+PACK_ROLLED_BACK = "pack_rolled_back"
 
 
 class PsReply(msgspec.Struct, frozen=True, tag="ps"):

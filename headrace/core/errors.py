@@ -15,7 +15,10 @@
         ├── ModelNotFoundError            500  server_error                1
         ├── UnsupportedModelError         500  server_error                1
         ├── CorruptFileError              500  server_error                1
-        └── InsufficientMemoryError       500  server_error                1
+        ├── InsufficientMemoryError       500  server_error                1
+        └── PackError                     500  server_error                1
+            ├── CompilerMissingError      500  server_error                1
+            └── CompileError              500  server_error                1
 
 A message says what was needed and what there was; ``hint`` says what to change. ``param`` names the
 request field or the flag at fault, ``code`` is a stable word for programs.
@@ -158,3 +161,21 @@ class InsufficientMemoryError(StartupError):
     """Weights plus one request of maximum length do not fit in memory."""
 
     default_code = "insufficient_memory"
+
+
+class PackError(StartupError):
+    """A pack that cannot be used here: damaged, not trusted, or made for another machine or model."""
+
+    default_code = "pack_refused"
+
+
+class CompilerMissingError(PackError):
+    """No C++ compiler on this machine."""
+
+    default_code = "no_compiler"
+
+
+class CompileError(PackError):
+    """The compiler does not take a kernel's source or flags."""
+
+    default_code = "compile_error"

@@ -39,6 +39,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["none", "int8"],
         _knob("int8: weights rounded to 8 bits per output channel, computed weight-only.", "hot"),
     ] = "none"
+    pack: Annotated[
+        str | None,
+        _knob("Folder of a pack of kernels to run; default: torch's own operators.", "hot"),
+    ] = None
     max_model_len: Annotated[
         PositiveInt | None,
         _knob("Longest prompt plus output in tokens; default: what the model was made for.", "warm"),

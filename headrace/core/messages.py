@@ -4,6 +4,10 @@
     replica ──► gateway    Hello (once, first), Step (one per engine step), Health (answers Probe),
                            CacheSnapshot (answers a Subscribe that cannot be answered by a replay)
 
+    supervisor ──► replica    PreparePack ──► UsePack ──► RetirePack, AskStepTimes, AskRecorded, Score
+    replica ──► supervisor    PackReady, PackUsed, PackRetired, StepTimes, Recorded, Scores: one answer each;
+                              PackFailed instead of any of them
+
 Every submitted request ends in exactly one Output with a ``finish_reason`` per sample, or in one Failed.
 A connection hears of the cache and gets a Step for steps without outputs of its own only if it subscribed.
 """
@@ -66,7 +70,61 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     nonce: int
 
 
-ToReplica = Submit | Abort | Drain | Probe | Subscribe
+class PreparePack(msgspec.Struct, frozen=True, tag="prepare_pack"):
+    """Build the pack in ``folder`` and lay out its weights, beside the step loop; nothing runs it yet."""
+
+    pack_id: str
+    folder: str
+
+
+class UsePack(msgspec.Struct, frozen=True, tag="use_pack"):
+    """Run a prepared pack from the next step on; empty: no pack."""
+
+    pack_id: str
+
+
+class RetirePack(msgspec.Struct, frozen=True, tag="retire_pack"):
+    """Give back what a pack that is not in use holds; an unknown one is ignored."""
+
+    pack_id: str
+
+
+class AskStepTimes(msgspec.Struct, frozen=True, tag="ask_step_times"):
+    """How long steps have taken since the pack in use came into use."""
+
+
+class AskRecorded(msgspec.Struct, frozen=True, tag="ask_recorded"):
+    """Tokens of requests that finished lately."""
+
+
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """How likely each token is after those before it, to each of ``pack_ids`` (empty: no pack), beside what
+    is served.
+
+    ``sequences`` are packed as ``Request.prompt`` is. They are computed ``groups`` at a time (such as 1, 2,
+    5), ``chunk`` tokens of each a pass (0: all), over a cache of their own; the packs take turns.
+    """
+
+    sequences: list[bytes]
+    groups: list[int]
+    pack_ids: list[str]
+    chunk: int
+    num_top: int
+
+
+ToReplica = (
+    Submit
+    | Abort
+    | Drain
+    | Probe
+    | Subscribe
+    | PreparePack
+    | UsePack
+    | RetirePack
+    | AskStepTimes
+    | AskRecorded
+    | Score
+)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +262,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The engine's state now, and counters since it started.
 
     ``num_queued_tokens`` are prompt tokens of admitted requests that are not computed yet. ``moves`` is there
-    once a block has moved.
+    once a block has moved. ``pack`` is the id of the kernels in use, empty: the engine's own.
     """
 
     num_running: int = 0
@@ -220,6 +278,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     generation_tokens: int = 0
     num_steps: int = 0
     moves: Moves | None = None
+    pack: str = ""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -290,4 +349,73 @@ class CacheSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     next_seq: int
 
 
-FromReplica = Hello | Step | Health | CacheSnapshot
+class PackReady(msgspec.Struct, frozen=True, tag="pack_ready"):
+    """It was prepared in ``seconds``, and can be used."""
+
+    pack_id: str
+    seconds: float
+
+
+class PackUsed(msgspec.Struct, frozen=True, tag="pack_used"):
+    pack_id: str
+
+
+class PackRetired(msgspec.Struct, frozen=True, tag="pack_retired"):
+    pack_id: str
+
+
+class PackFailed(msgspec.Struct, frozen=True, tag="pack_failed"):
+    """What was asked about packs cannot be done; everything is as it was."""
+
+    failed: Failed
+
+
+class StepTime(msgspec.Struct, frozen=True, array_like=True):
+    """Median duration of the latest ``count`` steps that computed ``rows`` single tokens and nothing else."""
+
+    rows: int
+    count: int
+    median_s: float
+
+
+class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
+    """Since ``pack_id`` (empty: no pack) came into use; ``num_steps`` of all kinds."""
+
+    pack_id: str
+    num_steps: int
+    times: list[StepTime]
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """The beginnings of prompt plus output, packed as ``Request.prompt`` is, the latest first."""
+
+    sequences: list[bytes]
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """What one pack makes of the sequences: an entry for every token of each but its first."""
+
+    pack_id: str
+    sequences: list[list[TokenLogprobs]]
+    times: list[StepTime]
+
+
+class Scores(msgspec.Struct, frozen=True, tag="scores"):
+    """In the order of ``Score.pack_ids``."""
+
+    scored: list[Scored]
+
+
+FromReplica = (
+    Hello
+    | Step
+    | Health
+    | CacheSnapshot
+    | PackReady
+    | PackUsed
+    | PackRetired
+    | PackFailed
+    | StepTimes
+    | Recorded
+    | Scores
+)

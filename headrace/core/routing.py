@@ -260,6 +260,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     from it in mid-stream. Of those placed here, the prompts of ``num_split`` were computed by another
     replica, and of ``num_unsplit`` here although there was one. Tokens, prefix hits, preemptions and
     ``moves`` are counted by its present process.
+    ``pack`` is the id of the kernels that it runs, empty: its engine's own.
     """
 
     member: Member
@@ -286,6 +287,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     moves: Moves | None = None
+    pack: str = ""
     note: str = ""
 
 

@@ -2,6 +2,7 @@
 
 add ─► Scheduler ─► schedule ─► ModelRunner ─► sampled tokens ─► Scheduler.update ─► StepResult
                      abort, a swap of ops, blocks in and out of the cache (BlockMoves): between steps
+                     tokens scored with a pack that is on trial (Scorer): between steps too
 """
 
 from __future__ import annotations
@@ -25,16 +26,28 @@ from headrace.core.identity import root_identity
 from headrace.core.knobs import EngineConfig
 from headrace.core.launch import MachineShare
 from headrace.core.machine import num_cores
-from headrace.core.messages import BlocksStored, CacheEvent, Failed, Output, Stats, Timing
+from headrace.core.messages import (
+    BlocksStored,
+    CacheEvent,
+    Failed,
+    Output,
+    Score,
+    Stats,
+    Timing,
+)
 from headrace.core.request import Request
 from headrace.engine import memory
 from headrace.engine.model_runner import KV_LAYOUT, KVGeometry, ModelRunner
 from headrace.engine.moves import BlockMoves
+from headrace.engine.packs import LoadPack, Packs, load_native_pack
 from headrace.engine.prefill_only import Prefiller
+from headrace.engine.recorded import Recorded
 from headrace.engine.sampler import SampledBatch, Sampler
 from headrace.engine.schedule import Schedule, SchedulerConfig
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.scoring import Scorer
 from headrace.engine.sequence import Sequence
+from headrace.engine.step_times import StepTimes
 from headrace.kernels.table import OpTable
 from headrace.kvcache.block_pool import BlockPool
 from headrace.models.load import load_model
@@ -66,10 +79,12 @@ class Engine:
         share: MachineShare | None = None,
         progress: Callable[[int, int], None] | None = None,
         wake: Callable[[], None] | None = None,
+        load_pack: LoadPack | None = None,
     ) -> None:
         """Loads the model in ``folder``; ``progress`` is told bytes of weights done and in all.
 
         ``wake`` is called from other threads whenever there may be something for ``step`` to do.
+        ``load_pack`` None: native kernels, built by this machine's compiler.
 
         ``revision`` names the weights in block identities; empty: a digest of them is taken. ``share`` is
         what others leave to it; None: everything.
@@ -93,6 +108,8 @@ class Engine:
             progress=progress,
             free_bytes=free_before,
         )
+        self.packs = Packs(loaded.model, load_pack or load_native_pack, wake or _nobody)
+        pack = self.packs.start_with(Path(config.pack)) if config.pack else ""
         model_config = loaded.model.config
         self.vocab_size = model_config.vocab_size
         self.max_model_len = memory.resolve_max_model_len(
@@ -136,7 +153,8 @@ class Engine:
         with torch.inference_mode():
             self.runner.warm_up()
         self.root = root
-        self.kv_format = geometry.format
+        # Blocks are exchanged, and found on disk, only where the same kernels computed them.
+        self.kv_format = f"{geometry.format}/pack {pack[:16]}" if pack else geometry.format
         self.kv_block_bytes = geometry.bytes_per_block
         self.moves = BlockMoves(
             config,
@@ -147,6 +165,9 @@ class Engine:
             check=self._check,
             wake=wake or _nobody,
         )
+        self.scorer = Scorer(loaded.model, geometry, self.device)
+        self.step_times = StepTimes()  # of decode steps, since the kernels last changed
+        self.recorded = Recorded()
         self._nothing_to_compute = False  # in the last step, and nothing was asked since
         self._pending_ops: OpTable | None = None
         self._num_steps = 0
@@ -164,12 +185,16 @@ class Engine:
             "root_identity": root,
             "eos_token_ids": list(loaded.eos_token_ids),
             "load_seconds": time.monotonic() - started,
-            "weights_bytes": loaded.weights_bytes,
+            "weights_bytes": loaded.weights_bytes + loaded.model.ops.nbytes,
             "kv_bytes": self.kv_size.nbytes,
             "kv_block_bytes": self.kv_block_bytes,
             "kv_format": self.kv_format,
             "kv_disk": self.moves.disk_name,
-            "notes": [*loaded.notes, f"KV cache sized by: {self.kv_size.reason}"],
+            "notes": [
+                *loaded.notes,
+                *([f"pack {pack[:12]}: {self.packs.describe()}"] if pack else []),
+                f"KV cache sized by: {self.kv_size.reason}",
+            ],
         }
 
     @property
@@ -182,6 +207,8 @@ class Engine:
 
         A sequence that waits for blocks from elsewhere leaves nothing to do while it is unfinished.
         """
+        if self.scorer.busy:
+            return 0.0
         moves = self.moves.wait_s()
         if not self.scheduler.num_in_line:
             return moves
@@ -223,12 +250,16 @@ class Engine:
             self._swap_ops(self._pending_ops)
             self._pending_ops = None
         result = StepResult()
+        started = time.monotonic()
         self.moves.before_step()
         schedule = self.scheduler.schedule()
         self._nothing_to_compute = not schedule.entries
         if schedule.entries:
             self._compute(schedule, result)
         self.moves.after_step()
+        if self.scorer.busy:
+            # no longer than what it stands beside
+            self.scorer.advance(time.monotonic() - started)
         return result
 
     def take_events(self) -> tuple[int, list[CacheEvent]]:
@@ -243,6 +274,19 @@ class Engine:
     def set_ops(self, ops: OpTable) -> None:
         """Exchanges the model's ops at the next step's start; what other ops computed is not reused then."""
         self._pending_ops = ops
+
+    def use_pack(self, pack_id: str) -> None:
+        """Runs a prepared pack from the next step on; empty: none. Raises NotFoundError."""
+        ops = self.packs.table(pack_id)
+        if pack_id != self.packs.active:
+            self._swap_ops(ops)
+            self.packs.active = pack_id
+            self.step_times.clear()
+
+    def score(self, score: Score) -> None:
+        """Begins to score tokens, a pass beside each step; ``scorer.take`` tells what came of it. Raises
+        NotFoundError or InvalidRequestError."""
+        self.scorer.begin(score, [self.packs.table(pack_id) for pack_id in score.pack_ids])
 
     def stats(self) -> Stats:
         scheduler, counters = self.scheduler, self.scheduler.counters
@@ -260,6 +304,7 @@ class Engine:
             generation_tokens=counters.generation_tokens,
             num_steps=self._num_steps,
             moves=self.moves.stats(),
+            pack=self.packs.active,
         )
 
     def close(self) -> None:
@@ -312,6 +357,8 @@ class Engine:
             self._fail_invalid(invalid + sampled.invalid_prompts, result)
         self.scheduler.update(schedule, sampled.token_ids)
         self._collect(sampling, sampled, result)
+        if schedule.num_decodes == len(schedule.entries):
+            self.step_times.add(schedule.num_decodes, time.monotonic() - started)
         num_prompt_tokens = schedule.num_tokens - schedule.num_decodes
         if num_prompt_tokens > schedule.num_decodes:
             self.moves.prefill_rate.add(num_prompt_tokens, time.monotonic() - started)
@@ -338,6 +385,8 @@ class Engine:
                     gathered, row.prompt_logprobs = row.prompt_logprobs, None
                     assert gathered is not None
                     prompt_logprobs = gathered.entries
+            if sequence.finish_reason is not None:
+                self.recorded.add(sequence.tokens)
             logprob = sampled.logprobs.get(index)
             outputs.append(
                 Output(

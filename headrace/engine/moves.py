@@ -61,6 +61,7 @@ class BlockMoves:
         self._pool = scheduler.block_pool
         self._scheduler = scheduler
         self._woken = False
+        self._disabled = False
         self._wake_caller = wake
         self._remote: BlockSource | None = None
         self._disk_path = Path(config.kv_disk_path) if config.kv_disk_path else cache_folder() / "kv"
@@ -180,7 +181,9 @@ class BlockMoves:
 
     def disable(self, reason: str) -> None:
         """Moves nothing from here on: what others computed is not what this engine would compute."""
-        log.warning("no blocks are fetched, sent or kept on disk any more: %s", reason)
+        if not self._disabled:
+            log.warning("no blocks are fetched, sent or kept on disk any more: %s", reason)
+        self._disabled = True
         self.filler.stop()
         self.prefiller.refuse(reason)
         self._write_behind = None

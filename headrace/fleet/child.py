@@ -92,6 +92,10 @@ class Child:
                 await watcher
         await self._end_process(grace_s)
 
+    def become(self, spec: msgspec.Struct) -> None:
+        """What later processes of it are told."""
+        self._spec = spec
+
     def kill(self, pid: int) -> None:
         """Ends the process of that pid if it is the present one, which is then replaced."""
         process = self._process

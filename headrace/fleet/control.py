@@ -1,4 +1,4 @@
-"""The server's end of the control socket, which the commands ps, why, scale and reload talk to.
+"""The server's end of the control socket, which the commands ps, why, scale, reload and packs talk to.
 
 One request a connection, then lines of progress and a last word. A client that sends nonsense, nothing, or
 does not read costs its own connection and nothing else; one that leaves early does not stop what it began.
@@ -24,6 +24,8 @@ from headrace.core.control import (
     Ps,
     PsReply,
     Refusal,
+    Rollback,
+    Rollout,
     Scale,
     ToServer,
     Why,
@@ -146,10 +148,15 @@ class ControlServer:
             report(line)
 
         try:
+            supervisor = self._supervisor
             if isinstance(request, Scale):
-                line = await self._supervisor.scale(request.model, request.replicas, tell, request.role)
+                line = await supervisor.scale(request.model, request.replicas, tell, request.role)
+            elif isinstance(request, Rollout):
+                line = await supervisor.roll_out(request.model, request.folder, request.approver, tell)
+            elif isinstance(request, Rollback):
+                line = await supervisor.roll_back(request.model, request.approver, tell)
             else:
-                line = await self._supervisor.reload(request.target, tell)
+                line = await supervisor.reload(request.target, tell)
         except HeadraceError as error:
             log.warning("%s failed: %s", type(request).__name__.lower(), error.message)
             raise

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from headrace.core.launch import ReplicaSpec
 from headrace.fleet.child import Child
 
@@ -50,6 +52,12 @@ class LocalReplica(Child):
             on_restart=on_restart,
         )
         self.spec = spec
+
+    def start_with(self, pack: str) -> None:
+        """Later processes of it start with the pack in this folder; empty: with none."""
+        engine = msgspec.structs.replace(self.spec.engine, pack=pack or None)
+        self.spec = msgspec.structs.replace(self.spec, engine=engine)
+        self.become(self.spec)
 
     async def stop(self, grace_s: float) -> None:
         """As for every child; a replica that is killed, or stopped as it loads, leaves its sockets behind."""

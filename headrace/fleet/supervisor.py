@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ from headrace.core.errors import (
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
-    UsageError,
 )
 from headrace.core.knobs import LogConfig
 from headrace.core.launch import MachineShare, ReplicaSpec
@@ -38,8 +36,11 @@ from headrace.core.machine import available_memory
 from headrace.core.messages import Hello
 from headrace.core.routing import Endpoint, FleetStatus, ReplicaStatus, Role
 from headrace.fleet.child import start_all, stop_all
+from headrace.fleet.exchange import check_exchange, kv_listen
 from headrace.fleet.greeting import greeting
 from headrace.fleet.local import LocalReplica
+from headrace.fleet.packs import Pack, PackHistory, VerifyPack
+from headrace.fleet.rollout import Rollout
 from headrace.fleet.runtime_directory import RuntimeDirectory
 
 log = logging.getLogger("headrace.fleet")
@@ -118,9 +119,9 @@ class _Managed:
 class Supervisor:
     """Owns every LocalReplica of one server. All calls happen in one event loop.
 
-    ``scale`` and ``reload`` run one after the other; each reports lines about what it does and returns a
-    last one. ``stop`` may come at any time and ends them. A process gets its share of cores and memory as it
-    starts: the share of the number there are then; a reload shares anew.
+    ``scale``, ``reload``, ``roll_out`` and ``roll_back`` run one after the other; each reports lines about
+    what it does and returns a last one. ``stop`` may come at any time and ends them. A process gets its
+    share of cores and memory as it starts: of the number there are then; a reload shares anew.
     """
 
     def __init__(
@@ -131,9 +132,10 @@ class Supervisor:
         directory: RuntimeDirectory,
         grace_s: float,
         logs: LogConfig | None = None,
+        verify_pack: VerifyPack | None = None,
     ) -> None:
-        """``grace_s`` is the time that requests get to finish on a replica that leaves; sockets lie in
-        ``directory``, which the caller closes after ``stop``."""
+        """``grace_s`` is the time that requests get to finish on a replica that leaves; sockets and packs lie
+        in ``directory``, which the caller closes after ``stop``. ``verify_pack`` None: no pack is taken."""
         self._registrar = registrar
         self._models = list(models)
         self._directory = directory
@@ -142,6 +144,7 @@ class Supervisor:
         self._managed: dict[str, _Managed] = {}  # by replica id
         self._starting: list[_Managed] = []
         self._memory_bytes = 0
+        self._packs = PackHistory(directory.path / "packs", verify_pack)
         self._command = asyncio.Lock()
         self._stopping = False
 
@@ -211,6 +214,27 @@ class Supervisor:
                 await self._retire(old, report)
             return f"reloaded {_count(len(chosen), 'replica')}"
 
+    async def roll_out(self, model: str, folder: str, approver: str, report: Report) -> str:
+        """Has the replicas of a model (empty: the only one) run a pack, a canary first. Raises PackError,
+        whose code says whether it was refused or rolled back."""
+        async with self._exclusive(report):
+            chosen = self._approved(model, approver)
+            pack = await asyncio.to_thread(self._packs.admit, Path(folder))
+            report(f"{pack} is verified; {approver} approved it for {chosen.name}")
+            await self._rollout(chosen, pack, report).run()
+            self._packs.rolled_out(chosen.name, pack)
+            return f"{chosen.name} runs {pack}"
+
+    async def roll_back(self, model: str, approver: str, report: Report) -> str:
+        """Has them run again what they ran before the last roll-out."""
+        async with self._exclusive(report):
+            chosen = self._approved(model, approver)
+            pack = self._packs.previous(chosen.name, chosen.deployment.engine.pack)
+            report(f"{approver} has {chosen.name} run {pack} again")
+            await self._rollout(chosen, pack, report).run_unseen()
+            self._packs.rolled_back(chosen.name)
+            return f"{chosen.name} runs {pack} again"
+
     def kill(self, replica_id: str, pid: int) -> None:
         """Ends a process that does not answer any more, if it is still that replica's; it is replaced."""
         managed = self._managed.get(replica_id)
@@ -249,7 +273,9 @@ class Supervisor:
             await start_all([managed.replica for managed in added])
             for managed in added:
                 managed.hello = await greeting(managed.replica.spec.socket)
-                self._check_exchange(managed, added)
+                for other in [*self._of_model(managed.place.model), *added]:
+                    if other.hello is not None:
+                        check_exchange(managed.hello, other.hello)
             if self._stopping:
                 raise UnavailableError("the server is shutting down")
             for managed in added:
@@ -276,9 +302,11 @@ class Supervisor:
             folder=str(model.folder),
             revision=model.revision,
             socket=self._directory.socket(place.replica_id),
-            engine=plan.engine,
+            engine=self._packs.engine(model.name, plan.engine),
             role=plan.role,
-            kv_listen=self._kv_listen(place),
+            kv_listen=kv_listen(
+                plan, model.deployment.replicas, lambda: self._directory.socket(f"{place.replica_id}-kv")
+            ),
             share=share,
             logs=self._logs,
         )
@@ -302,37 +330,6 @@ class Supervisor:
         replica = LocalReplica(spec, on_loading=on_loading, on_restart=on_restart)
         managed = _Managed(place, replica, endpoint)
         return managed
-
-    def _kv_listen(self, place: _Place) -> str:
-        """Where a replica gives its blocks to others: whoever can compute prompts for decode replicas.
-
-        A unified one does not open a port for that unless there are decode replicas, or it is told to.
-        """
-        engine, plans = place.plan.engine, place.model.deployment.replicas
-        if place.role == "decode" or not engine.enable_prefix_caching:
-            return ""
-        if engine.kv_connector == "shm" or (engine.kv_connector == "auto" and hasattr(os, "memfd_create")):
-            return "unix:" + self._directory.socket(f"{place.replica_id}-kv")
-        wanted = place.role == "prefill" or any(plan.role == "decode" for plan in plans)
-        return "tcp://127.0.0.1:0" if wanted or engine.kv_connector == "tcp" else ""
-
-    def _check_exchange(self, managed: _Managed, added: Sequence[_Managed]) -> None:
-        """Raises UsageError where one that gives blocks and one that takes them would not understand each
-        other, as their processes say themselves."""
-        hello = managed.hello
-        for other in [*self._of_model(managed.place.model), *added]:
-            if hello is None or other.hello is None or (other.place.role == managed.place.role):
-                continue
-            for what, ours, theirs in (
-                ("keeps blocks as", hello.kv_format, other.hello.kv_format),
-                ("names blocks after", hello.root_identity.hex()[:16], other.hello.root_identity.hex()[:16]),
-            ):
-                if ours != theirs:
-                    raise UsageError(
-                        f"{managed.id} ({managed.place.role}) {what} {ours}, {other.id} "
-                        f"({other.place.role}) {theirs}: they cannot exchange them",
-                        hint="give them the same weights, dtype, block_size and quantization",
-                    )
 
     def _change(self, managed: _Managed, **changes: object) -> None:
         """Tells the router what is new about a replica, if it knows it."""
@@ -396,6 +393,20 @@ class Supervisor:
             log.debug("no status: %s", error)
             return {}
         return {replica.member.endpoint.replica_id: replica for replica in status.replicas}
+
+    # Packs
+
+    def _approved(self, model: str, approver: str) -> LocalModel:
+        chosen = self._model(model)
+        if not approver:
+            raise InvalidRequestError("what replicas run is changed by somebody: name the approver")
+        if not self._of_model(chosen):
+            raise NotFoundError(f"{chosen.name} has no replica here")
+        return chosen
+
+    def _rollout(self, model: LocalModel, pack: Pack, report: Report) -> Rollout:
+        subjects = [managed.replica for managed in self._of_model(model)]
+        return Rollout(subjects, pack, self._packs.current(model.name, model.deployment.engine.pack), report)
 
     # Who is meant
 

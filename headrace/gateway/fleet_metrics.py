@@ -86,6 +86,12 @@ def fleet_families(status: FleetStatus, names: Mapping[str, str]) -> Iterable[Me
             if value is not None:  # not measured yet
                 gauge.add_metric(label, float(value))
         yield gauge
+    packs = GaugeMetricFamily(
+        PREFIX + "replica_pack_info", "1 beside the pack that it runs.", labels=[*_LABELS, "pack"]
+    )
+    for label, one in zip(labels, status.replicas, strict=True):
+        packs.add_metric([*label, one.pack], 1.0)
+    yield packs
     for name, text, count in _COUNTERS:
         counter = CounterMetricFamily(PREFIX + name, text, labels=_LABELS)
         for label, one in zip(labels, status.replicas, strict=True):

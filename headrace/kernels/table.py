@@ -55,6 +55,15 @@ class OpTable:
         self.mlp_block: Callable[..., Tensor] = partial(ops["mlp_block"], self)
         self.decoder_layer: Callable[..., Tensor] = partial(ops["decoder_layer"], self)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ops hold beside the model's own weights: a pack's forms of them."""
+        return sum(getattr(op, "nbytes", 0) for op in self._ops.values())
+
+    def unbound(self, name: str) -> Callable[..., Any]:
+        """An op as it was given; a composite then takes the table to call its parts through first."""
+        return self._ops[name]
+
     @staticmethod
     def names() -> tuple[str, ...]:
         """Every op, leaves first."""

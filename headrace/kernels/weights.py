@@ -149,6 +149,16 @@ class LayerWeights:
     post_mlp_norm: Norm | None = None
 
 
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights of a decoder that ops are called with; ``softcap`` is that of the logits."""
+
+    layers: list[LayerWeights]
+    final_norm: Norm
+    head: PackedLinear
+    softcap: float | None = None
+
+
 def plain_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """A weight of (out, in) kept as it is."""
     out_features, in_features = weight.shape

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple, Protocol, get_args
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 QKNorm = Literal["none", "head", "projection"]
@@ -104,3 +104,48 @@ class DecoderConfig:
     def kv_specs(self) -> list[KVSpec]:
         """Cache geometry of every layer, in order."""
         return [KVSpec(self.num_kv_heads, self.head_dim, self.head_dim)] * self.num_layers
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """A decoder's dimensions, and its switches as numbers (places in the types above): what a kernel made
+    for one model may take for granted. Equal shapes compute alike but for rope, scales and windows, which
+    every call brings along."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    activation: int
+    norm_placement: int
+    qk_norm: int
+    qkv_bias: int
+    out_bias: int
+    mlp_bias: int
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> DecoderShape:
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.ropes[0].rotary_dim,
+            activation=get_args(Activation).index(config.activation),
+            norm_placement=get_args(NormPlacement).index(config.norm_placement),
+            qk_norm=get_args(QKNorm).index(config.qk_norm),
+            qkv_bias=int(config.qkv_bias),
+            out_bias=int(config.out_bias),
+            mlp_bias=int(config.mlp_bias),
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """As a pack's conditions hold it."""
+        return asdict(self)

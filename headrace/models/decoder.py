@@ -7,8 +7,8 @@ from torch import Tensor
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
 from headrace.kernels.table import OpTable
-from headrace.kernels.weights import LayerWeights, Norm, PackedLinear
-from headrace.models.config import DecoderConfig
+from headrace.kernels.weights import DecoderWeights, LayerWeights, Norm, PackedLinear
+from headrace.models.config import DecoderConfig, DecoderShape
 from headrace.models.rope import Rope
 
 
@@ -39,6 +39,16 @@ class Decoder:
         self._final_norm = final_norm
         self._head = head
         self._ropes = [Rope(spec, embedding.device) for spec in config.ropes]
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """What its ops are called with, for whoever makes other forms of it."""
+        return DecoderWeights(self._layers, self._final_norm, self._head, self.config.final_softcap)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Its DecoderShape, as a pack's conditions hold it."""
+        return DecoderShape.of(self.config).as_dict()
 
     @property
     def nbytes(self) -> int:

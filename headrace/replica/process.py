@@ -41,11 +41,13 @@ from headrace.core.messages import (
     Submit,
     Subscribe,
     ToReplica,
+    UsePack,
 )
 from headrace.engine.engine import Engine
 from headrace.replica.block_server import BlockServer
 from headrace.replica.connections import Connection, ConnectionClosed
 from headrace.replica.event_log import EventLog
+from headrace.replica.packs import PackDesk
 from headrace.replica.waker import Waker
 
 log = logging.getLogger("headrace.replica")
@@ -80,11 +82,12 @@ class ReplicaProcess:
         self._max_backlog_bytes = max_backlog_bytes
         self._instance = secrets.token_hex(8)
         self._event_log = EventLog()
+        self._packs = PackDesk(engine)
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._owners: dict[str, Connection] = {}
         self._rejected: dict[Connection, list[Failed]] = {}
-        self._aborted = False  # something, of which no subscriber was told yet
+        self._news = False  # an abort or a swap of packs, of which no subscriber was told yet
         self._told = Stats()
         self._draining = False
         self._stop = False
@@ -121,14 +124,16 @@ class ReplicaProcess:
         if self._draining and self._block_server is not None:
             self._block_server.drain()
         # A connection may be found lost while a step is published.
-        wait_s = 0.0 if self._aborted or self._rejected else self._engine.wait_s()
+        wait_s = 0.0 if self._news or self._rejected else self._engine.wait_s()
         for key, events in self._selector.select(wait_s):
             key.data(events)
         woken = self._waker.take()
         if not self._stop and (woken or wait_s is not None or self._engine.has_work):
             self._step()
-        elif self._rejected or self._aborted:
+        elif self._rejected or self._news:
             self._publish([], [])
+        for connection, answer in self._packs.take():
+            self._send(connection, answer)
 
     def _step(self) -> None:
         result = self._engine.step()
@@ -148,12 +153,12 @@ class ReplicaProcess:
         first_seq, events = self._engine.take_events()
         self._event_log.append(first_seq, events)
         stats = self._engine.stats()
-        news = outputs or failed or self._rejected or self._aborted or events
+        news = outputs or failed or self._rejected or self._news or events
         if not news and stats == self._told:
             return
         self._told = stats
         rejected, self._rejected = self._rejected, {}
-        self._aborted = False
+        self._news = False
         for connection in list(self._connections):
             own = [output for output in outputs if self._owners.get(output.request_id) is connection]
             ended = [f for f in failed if self._owners.get(f.request_id) is connection]
@@ -205,7 +210,7 @@ class ReplicaProcess:
     def _abort(self, connection: Connection, message: Abort) -> None:
         if self._owners.get(message.request_id) is not connection:
             return  # ended already, or somebody else's
-        self._aborted = True
+        self._news = True
         self._sample_ended(message.request_id, self._engine.abort(message.request_id, message.sample_index))
         if self._left(message.request_id) == 0:
             self._forget(message.request_id)
@@ -284,6 +289,11 @@ class ReplicaProcess:
             self._draining = True
         elif isinstance(message, Probe):
             self._send(connection, Health(message.nonce, self._draining, self._engine.stats()))
+        else:
+            self._news = self._news or isinstance(message, UsePack)
+            answer = self._packs.receive(connection, message)
+            if answer is not None:
+                self._send(connection, answer)
 
     def _send(self, connection: Connection, message: Any) -> None:
         if connection not in self._connections:
@@ -310,8 +320,9 @@ class ReplicaProcess:
         self._rejected.pop(connection, None)
         self._selector.unregister(connection)
         connection.close()
+        self._packs.forget(connection)
         aborted = list(connection.requests)
-        self._aborted = self._aborted or bool(aborted)
+        self._news = self._news or bool(aborted)
         for request_id in aborted:
             self._engine.abort(request_id)
             self._owners.pop(request_id, None)

@@ -322,6 +322,7 @@ class Replica:
             computed_prompt_tokens=stats.computed_prompt_tokens,
             generation_tokens=stats.generation_tokens,
             moves=stats.moves,
+            pack=stats.pack,
             note=self.down_reason,
         )
 

@@ -18,7 +18,8 @@ assert not heavy, heavy
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
-    for argv in (["--help"], ["--version"], ["serve", "--help"], ["run", "--help"], ["collect-env"]):
+    helps = [[command, "--help"] for command in ("serve", "run", "profile")]
+    for argv in (["--help"], ["--version"], *helps, ["collect-env"]):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM.format(argv=argv)], capture_output=True, text=True, check=False
         )

@@ -50,6 +50,22 @@ def test_tiers_are_shown_where_blocks_move(capsys: pytest.CaptureFixture[str]) -
     assert not any("role" in line or "on disk" in line for line in printed(capsys, replica("u", "unified")))
 
 
+def test_each_replica_shows_its_pack() -> None:
+    with_pack = msgspec.structs.replace(replica("a", "unified"), pack="0123456789abcdef" * 4)
+    shown = [
+        dict(zip(ps.COLUMNS, ps.cells(one), strict=True))["pack"]
+        for one in (with_pack, replica("b", "unified"))
+    ]
+    assert shown == ["0123456789ab", "none"]
+    samples = {
+        (sample.labels["replica"], sample.labels["pack"])
+        for family in fleet_families(fleet(with_pack, replica("b", "unified")), {"m": "named"})
+        for sample in family.samples
+        if sample.name == "headrace_replica_pack_info"
+    }
+    assert samples == {("a", "0123456789abcdef" * 4), ("b", "")}
+
+
 def test_metrics_count_what_moved() -> None:
     status = fleet(replica("p", "prefill"), replica("d", "decode", MOVES))
     samples = {

@@ -84,3 +84,23 @@ def exists(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+# A replica as it is, but for its packs: their kernels are Python (tests.engine.packs).
+PYTHON_PACKS = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from headrace.engine import engine
+from tests.engine import packs
+engine.load_native_pack = packs.load
+from headrace.replica.__main__ import main
+sys.exit(main())
+"""
+
+
+def install_python_packs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, replicas take packs whose kernels are Python."""
+    child = directory / "child"
+    child.write_text(PYTHON_PACKS.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))

@@ -1,0 +1,58 @@
+"""What a pack says of itself, and the words in which it is found, checked and handed to replicas.
+
+A pack is a folder: ``pack.json`` (a PackManifest), ``signature.json`` (who signed it), and the files that the
+manifest names with their digests. Its id is the digest of ``pack.json``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One kernel of a pack: ``op`` of the table, implemented by ``source`` (a C++ file of the pack).
+
+    It covers steps of at most ``max_rows`` token rows, in the ``phases`` it was judged in; other calls fall
+    through. ``flags`` are compiler flags beside the standard ones.
+    """
+
+    op: str
+    source: str
+    flags: list[str] = []
+    phases: list[str] = msgspec.field(default_factory=lambda: ["decode"])
+    max_rows: int = 8
+    activation_dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    weight_dtype: str = "bfloat16"
+
+
+class PackConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a pack may run. ``shapes`` are the model's dimensions (``DecoderShape.as_dict``); all must agree.
+
+    ``cpu_features`` are words of /proc/cpuinfo's flags.
+    """
+
+    device: str = "cpu"
+    cpu_features: list[str] = []
+    dtype: str = "bfloat16"
+    shapes: dict[str, int] = {}
+
+
+class PackManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``files`` maps each file's path in the pack to its SHA-256, the evidence (verdicts, measurements) too.
+
+    ``author`` says who wrote the kernels (``search``, a model's name, an agent's command), ``round_id`` which
+    round they come from. ``builds_on`` is the pack that this one replaces and contains, empty: none.
+    """
+
+    format: int
+    name: str
+    kind: str  # "kernels"
+    kernels: list[KernelEntry]
+    conditions: PackConditions
+    author: str
+    round_id: str
+    licence: str
+    created: str  # ISO 8601, UTC
+    files: dict[str, str]
+    builds_on: str = ""
+    summary: str = ""  # one line: the gain and on what workload

@@ -1,0 +1,1 @@
+"""Kernels in C++: how they are called, built, and put into the op table."""

@@ -1,0 +1,1 @@
+"""The improvement loop: profile, propose, judge, publish, roll out."""

@@ -1,0 +1,1 @@
+"""Decides about candidates: right or wrong, faster or not. Candidates are untrusted native code."""

@@ -1,0 +1,230 @@
+"""A pack's folder: made from a candidate that won, and checked before anything of it is used.
+
+    pack.json                     PackManifest: kernels, conditions, provenance, a digest of every other file
+    signature.json                keys.Signature over pack.json
+    kernels/<digest>/             a candidate's own files, byte for byte as they were judged
+    evidence/<digest>/            target.json, verdict.json, measurement.json of that candidate
+
+``<digest>`` are the first 16 digits of the candidate's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import PackError
+from headrace.core.packs import KernelEntry, PackConditions, PackManifest
+from headrace.optimize.digest import candidate_digest, candidate_files, file_digest
+from headrace.optimize.keys import Keys, Signature
+from headrace.optimize.records import Measurement, Target, Verdict
+
+FORMAT = 1
+MANIFEST, SIGNATURE = "pack.json", "signature.json"
+DIGEST_DIGITS = 16
+LICENCE = "Apache-2.0"
+
+
+@dataclass(frozen=True)
+class Winner:
+    """A candidate's folder with all that was found out about it."""
+
+    folder: Path
+    entry: KernelEntry
+    target: Target
+    verdict: Verdict
+    measurement: Measurement
+    author: str
+
+
+def make_pack(
+    folder: Path,
+    winner: Winner,
+    *,
+    name: str,
+    conditions: PackConditions,
+    round_id: str,
+    keys: Keys,
+    base: Path | None = None,
+    licence: str = LICENCE,
+) -> str:
+    """Writes a signed pack into ``folder``, which is empty; returns its id.
+
+    It contains the kernels of ``base`` too, but those that the new one replaces. Raises PackError if the
+    candidate's files are not those that the evidence is about.
+    """
+    digest = candidate_digest(winner.folder)
+    _check_evidence(winner.folder.name, digest, winner.verdict, winner.measurement)
+    kernels: list[KernelEntry] = []
+    builds_on = ""
+    if base is not None:
+        manifest = read_manifest(base)
+        builds_on = pack_id(base)
+        kept = [entry for entry in manifest.kernels if not _covers(winner.entry, entry)]
+        for place in {_place(entry) for entry in kept}:
+            for kind in ("kernels", "evidence"):
+                shutil.copytree(base / kind / place, folder / kind / place)
+        kernels += kept
+    place = digest[:DIGEST_DIGITS]
+    for relative in candidate_files(winner.folder):
+        target = folder / "kernels" / place / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(winner.folder / relative, target)
+    evidence = folder / "evidence" / place
+    evidence.mkdir(parents=True, exist_ok=True)
+    for stem, record in (
+        ("target", winner.target),
+        ("verdict", winner.verdict),
+        ("measurement", winner.measurement),
+    ):
+        (evidence / f"{stem}.json").write_bytes(_pretty(record))
+    source = f"kernels/{place}/{winner.entry.source}"
+    kernels.append(msgspec.structs.replace(winner.entry, source=source))
+    manifest = PackManifest(
+        format=FORMAT,
+        name=name,
+        kind="kernels",
+        kernels=kernels,
+        conditions=conditions,
+        author=winner.author,
+        round_id=round_id,
+        licence=licence,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        files={relative: file_digest(folder / relative) for relative in _files(folder)},
+        builds_on=builds_on,
+        summary=summarize(winner),
+    )
+    body = _pretty(manifest)
+    (folder / MANIFEST).write_bytes(body)
+    (folder / SIGNATURE).write_bytes(_pretty(keys.sign(body)))
+    return hashlib.sha256(body).hexdigest()
+
+
+def summarize(winner: Winner) -> str:
+    """The gain in one line."""
+    gains = [
+        f"{name} {ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+        for name, ratio in winner.measurement.end_to_end.items()
+    ]
+    return f"{winner.target.op}, {winner.target.phase}: {', '.join(gains)}"
+
+
+def verify_pack(folder: Path, keys: Keys | None = None) -> PackManifest:
+    """The manifest of a pack whose signature, files and evidence hold; raises PackError with the reason.
+
+    Whether it suits this machine and a model is for the loader to say.
+    """
+    keys = keys or Keys()
+    manifest = read_manifest(folder)
+    signature = _read(folder / SIGNATURE, Signature)
+    reason = keys.check((folder / MANIFEST).read_bytes(), signature)
+    if reason is not None:
+        raise PackError(f"pack {folder.name}: {reason}")
+    found = _files(folder)
+    if extra := sorted(set(found) - set(manifest.files)):
+        raise PackError(f"pack {folder.name}: {extra[0]} is in its folder and not in its manifest")
+    for relative, digest in manifest.files.items():
+        if relative not in found:
+            raise PackError(f"pack {folder.name}: {relative} is missing")
+        if file_digest(folder / relative) != digest:
+            raise PackError(
+                f"pack {folder.name}: {relative} is not the file that was signed (its digest differs)"
+            )
+    for entry in manifest.kernels:
+        _check_kernel(folder, entry)
+    return manifest
+
+
+def pack_id(folder: Path) -> str:
+    """The digest of its pack.json, hexadecimal."""
+    return file_digest(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> PackManifest:
+    """What the pack says of itself, unchecked but for its form. Raises PackError."""
+    manifest: PackManifest = _read(folder / MANIFEST, PackManifest)
+    if manifest.format != FORMAT or manifest.kind != "kernels":
+        raise PackError(
+            f"pack {folder.name}: format {manifest.format}, kind {manifest.kind!r}; "
+            f"this version reads format {FORMAT} of kernels",
+        )
+    for relative in (*manifest.files, *(entry.source for entry in manifest.kernels)):
+        pure = PurePosixPath(relative)
+        if pure.is_absolute() or ".." in pure.parts or str(pure) != relative:
+            raise PackError(f"pack {folder.name}: {relative!r} is no path inside the pack")
+    return manifest
+
+
+def _check_kernel(folder: Path, entry: KernelEntry) -> None:
+    """The kernel's files are those of a candidate that was right and faster."""
+    parts = PurePosixPath(entry.source).parts
+    if len(parts) < 3 or parts[0] != "kernels":
+        raise PackError(f"pack {folder.name}: {entry.source} is not below kernels/<digest>")
+    place = parts[1]
+    evidence = folder / "evidence" / place
+    verdict = _read(evidence / "verdict.json", Verdict)
+    measurement = _read(evidence / "measurement.json", Measurement)
+    candidate = folder / "kernels" / place
+    judged = _read(candidate / "kernel.json", KernelEntry)
+    if msgspec.structs.replace(judged, source=f"kernels/{place}/{judged.source}") != entry:
+        raise PackError(f"pack {folder.name}: {entry.op} is not declared as it was judged")
+    _check_evidence(folder.name, candidate_digest(candidate), verdict, measurement)
+
+
+def _check_evidence(name: str, digest: str, verdict: Verdict, measurement: Measurement) -> None:
+    for what, record in (("verdict", verdict), ("measurement", measurement)):
+        if record.digest != digest:
+            raise PackError(
+                f"{name}: its {what} is about other files "
+                f"(digest {record.digest[:12]}, these are {digest[:12]})"
+            )
+    if not verdict.passed:
+        raise PackError(f"{name}: its verdict is {verdict.reason}: {verdict.detail}")
+    if not measurement.won:
+        raise PackError(f"{name}: its measurement is no win: {measurement.detail}")
+
+
+def _covers(new: KernelEntry, old: KernelEntry) -> bool:
+    """Whether ``old`` would never be called once ``new`` is there."""
+    return (
+        new.op == old.op
+        and set(old.phases) <= set(new.phases)
+        and set(old.activation_dtypes) <= set(new.activation_dtypes)
+        and old.max_rows <= new.max_rows
+        and old.weight_dtype == new.weight_dtype
+    )
+
+
+def _place(entry: KernelEntry) -> str:
+    return PurePosixPath(entry.source).parts[1]
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file but manifest and signature, relative, sorted. Raises PackError for a link."""
+    found = []
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise PackError(f"pack {folder.name}: {relative} is a link")
+        if path.is_file() and relative not in (MANIFEST, SIGNATURE):
+            found.append(relative)
+    return sorted(found)
+
+
+def _read(path: Path, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise PackError(f"{path.parent} is no whole pack: {path.name} is missing") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        raise PackError(f"{path}: {error}") from error
+
+
+def _pretty(record: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"

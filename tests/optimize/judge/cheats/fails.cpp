@@ -1,0 +1,2 @@
+#include "common.h"
+extern "C" int hr_run(const hr_call *) { return 7; }

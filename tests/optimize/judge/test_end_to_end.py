@@ -1,0 +1,97 @@
+"""The whole workload on two caged engines: a tiny model, a right kernel and one that is subtly wrong."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.core.packs import KernelEntry
+from headrace.models.families import read_config
+from headrace.models.fields import read_json
+from headrace.optimize.dims import op_dims
+from headrace.optimize.judge.end_to_end import EndToEnd, Setting, compare_engines
+from headrace.optimize.judge.options import JudgeOptions
+from headrace.optimize.judge.rejected import Rejected
+from headrace.optimize.judge.verify import build
+from headrace.optimize.profile.workloads import Workload, WorkloadRequest
+from headrace.optimize.records import CallShape, Target
+from tests.kernels.native.conftest import SOURCES
+from tests.models.tiny import make_tiny
+
+OPTIONS = JudgeOptions(threads=1, compile_s=300.0, end_to_end_s=0.2)
+
+
+def workload() -> Workload:
+    pick = random.Random(3)
+    requests = [WorkloadRequest(prompt=[pick.randrange(90) for _ in range(20)], max_tokens=12)]
+    return Workload(name="short", requests=requests, concurrency=1)
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Callable[[str], EndToEnd]:
+    """Compares two engines, one of which has an rms_norm of this text."""
+    model = make_tiny("llama", tmp_path / "model")
+    fixed = op_dims("rms_norm", read_config(read_json(model / "config.json")), phase="decode", block_size=32)
+    shape = CallShape(phase="decode", rows=1, context=16, calls_per_step=5, dtype="float32", dims=fixed.dims)
+    target = Target(
+        op="rms_norm",
+        model=str(model),
+        phase="decode",
+        weight_dtype="bfloat16",
+        activation_dtypes=["float32", "bfloat16"],
+        max_rows=8,
+        shapes=[shape],
+        dims=fixed.dims,
+        floats=fixed.floats,
+        present=fixed.present,
+        layers=fixed.layers,
+        baseline_s=1e-5,
+        end_to_end_gain=1.1,
+        why="",
+    )
+
+    def run(change: str) -> EndToEnd:
+        folder = tmp_path / "candidate"
+        folder.mkdir()
+        shutil.copyfile(SOURCES / "plain.h", folder / "plain.h")
+        text = (SOURCES / "rms_norm.cpp").read_text()
+        (folder / "rms_norm.cpp").write_text(text.replace("int hr_run(", "int inner_run(") + change)
+        entry = KernelEntry(op="rms_norm", source="rms_norm.cpp", max_rows=32)
+        (folder / "kernel.json").write_bytes(msgspec.json.encode(entry))
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        built = build(folder, target, scratch, problem=None, options=OPTIONS)
+        return compare_engines(built, Setting.of(target, workload(), None, OPTIONS), OPTIONS)
+
+    return run
+
+
+def test_right_kernel_agrees(compare: Callable[[str], EndToEnd]) -> None:
+    found = compare('extern "C" int hr_run(const hr_call *call) { return inner_run(call); }\n')
+    assert found.agrees, found.agreement
+    assert set(found.ratios) == {"workload", "decode_tok_s", "prefill_tok_s"}
+    assert found.ratios["workload"].pairs >= 5
+
+
+def test_wrong_kernel_does_not_agree(compare: Callable[[str], EndToEnd]) -> None:
+    found = compare(
+        'extern "C" int hr_run(const hr_call *call) {\n'
+        "    int said = inner_run(call);\n"
+        "    const hr_tensor &out = call->tensors[2];\n"
+        "    if (out.dtype == HR_F32)\n"
+        "        for (int64_t i = 0; i < out.shape[1]; i += 2) ((float *)out.data)[i] *= 0.5f;\n"
+        "    return said;\n"
+        "}\n"
+    )
+    assert not found.agrees, found.agreement
+
+
+def test_crash_in_the_engine(compare: Callable[[str], EndToEnd]) -> None:
+    with pytest.raises(Rejected) as caught:
+        compare('extern "C" int hr_run(const hr_call *) { __builtin_trap(); }\n')
+    assert caught.value.reason == "crashed"

@@ -1,0 +1,144 @@
+"""The loop on a real engine, compiler and registry; only the judge is told what to say."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.kernel_loop import KernelLoop
+from headrace.core.errors import StartupError, UsageError
+from headrace.core.knobs import EngineConfig
+from headrace.core.request import SamplingParams
+from headrace.llm import LLM
+from headrace.optimize.digest import candidate_digest
+from headrace.optimize.loop import Judged, Limits
+from headrace.optimize.packing import read_manifest
+from headrace.optimize.proposal import CandidateSource
+from headrace.optimize.proposers.brief import SOURCE, default_entry, op_text, skeleton
+from headrace.optimize.records import KernelProfile, Measurement, Target, Verdict
+from headrace.optimize.registry import Registry, verify
+from headrace.optimize.rounds import RoundStore
+from tests.optimize.fakes import ratio
+from tests.system.tiny import write_model
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA", "CONFIG", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
+    monkeypatch.setattr("headrace.cli.kernel_loop.PROFILE_S", 0.5)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+class Declining:
+    """Kernels that compile fast and leave every call to what ran before."""
+
+    author = "declining"
+
+    def propose(self, target: Target, best: object, history: object, rng: object) -> CandidateSource | None:
+        source = skeleton(target, op_text(target))
+        return CandidateSource(files={SOURCE: source}, entry=default_entry(target), author=self.author)
+
+
+def make_loop(model: Path, said: list[str], **changes: Any) -> KernelLoop:
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "workload": "decode",
+        "engine": EngineConfig(max_model_len=64, kv_cache_gib=0.02),
+        "proposer": Declining(),
+        "wanted": lambda target: True,
+        "limits": Limits(candidates=2),
+        "rounds_dir": None,
+        "registry_url": "",
+        "base": "latest",
+        "op": "",
+        "port": None,
+        "approver": "test",
+        "seed": 0,
+        "say": said.append,
+    }
+    return KernelLoop(**{**settings, **changes})
+
+
+def judged(self: KernelLoop, folder: Path, target: Target, base: Path | None, *, end_to_end: bool) -> Judged:
+    """Everything is right, and faster."""
+    digest = candidate_digest(folder)
+    verdict = Verdict(
+        candidate=folder.name, digest=digest, passed=True, reason="ok", detail="", seconds=0, sandbox="none"
+    )
+    measurement = Measurement(
+        candidate=folder.name,
+        digest=digest,
+        alone={"decode/1": ratio(1.5)},
+        end_to_end={"workload": ratio(1.3)} if end_to_end else {},
+        agreement="",
+        won=end_to_end,
+        detail="",
+    )
+    return verdict, measurement
+
+
+def test_packs_of_two_rounds_run_in_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelLoop, "_judge", judged)
+    model = write_model(tmp_path / "model")
+    said: list[str] = []
+    first, second = make_loop(model, said).run(2)
+    assert [first.outcome, second.outcome] == ["won", "won"]
+    registry = Registry()
+    folder = registry.fetch(second.pack)
+    assert verify(folder) == second.pack
+    manifest = read_manifest(folder)
+    assert (manifest.builds_on, manifest.author) == (first.pack, "declining")
+    assert manifest.conditions.shapes["hidden_size"] == 64
+
+    # the second round was profiled on the first one's pack, and the next command begins from the second's
+    _, two = RoundStore().rounds()
+    profile = two.load("profile", KernelProfile)
+    assert profile is not None
+    assert profile.packs == [first.pack]
+    assert make_loop(model, said)._base == second.pack
+    assert make_loop(model, said, base="none")._base == ""
+    assert make_loop(model, said, base=first.pack[:10])._base == first.pack
+
+    # and an engine takes the pack
+    prompt = list(range(3, 40))
+    with LLM(str(model), max_model_len=64, kv_cache_gib=0.02) as llm:
+        expected = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
+    with LLM(str(model), max_model_len=64, kv_cache_gib=0.02, pack=str(folder)) as llm:
+        assert second.pack in llm.engine.runner.model.ops.provenance.values()
+        found = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
+    assert found == expected
+
+
+def test_a_pack_of_another_model_or_that_does_not_hold_is_no_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KernelLoop, "_judge", judged)
+    model = write_model(tmp_path / "model")
+    said: list[str] = []
+    (end,) = make_loop(model, said).run(1)
+    assert end.outcome == "won"
+    other = write_model(tmp_path / "other", vocab_size=416)
+    assert make_loop(other, said)._base == ""
+    next(Registry().fetch(end.pack).rglob("*.cpp")).write_text("// evil")
+    assert make_loop(model, said)._base == ""
+    assert "is passed over" in said[-1]
+    with pytest.raises(StartupError):
+        make_loop(model, said, base=end.pack).run(1)
+
+
+def test_a_family_that_runs_on_transformers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    config = '{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}'
+    (tmp_path / "m" / "config.json").write_text(config)
+    with pytest.raises((UsageError, StartupError)):
+        make_loop(tmp_path / "m", [])
