@@ -152,14 +152,16 @@ def test_ps_is_a_table_and_notes(control: Control, capsys: pytest.CaptureFixture
     assert control.asked == [Ps()]
     row = next(line.split() for line in lines if "replica-0" in line)
     assert row == [
-        *("replica-0", "m", "headrace", "ready", "7", "(0)", "0.0", "75.0", "250", "(-)", "0"),
+        *("replica-0", "m", "headrace", "ready", "none", "7", "(0)", "0.0", "75.0", "250", "(-)", "0"),
     ]
     hosted = next(line.split() for line in lines if line.strip().startswith("hosted "))
-    assert hosted[2:7] == ["openai,", "overflow", "down", "-", "-"], "what it does not tell is not shown as 0"
+    assert hosted[2:8] == ["openai,", "overflow", "down", "-", "-", "-"], (
+        "what it does not tell is not shown as 0"
+    )
     assert main(["ps", "--wide"]) == 0
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if "replica-0" in line)
     assert row == [
-        *("replica-0", "m", "headrace", "ready", "0", "7", "0.0", "75.0", "-", "-", "-", "250"),
+        *("replica-0", "m", "headrace", "ready", "none", "0", "7", "0.0", "75.0", "-", "-", "-", "250"),
         *("0", "0", "0", "closed", "2"),
     ]
     assert "hosted: connection refused" in lines and "hosted: takes text only" in lines

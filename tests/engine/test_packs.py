@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.engine.harness import make_request, run
 from tests.engine.packs import load, write_pack
 
 PROMPT = [(7 * i) % 300 + 2 for i in range(20)]
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "threads": 1,
@@ -30,7 +31,7 @@ CONFIG = {
 }
 
 
-def make(folder: Path, **knobs: str) -> tuple[Engine, threading.Event]:
+def make(folder: Path, **knobs: Any) -> tuple[Engine, threading.Event]:
     woken = threading.Event()
     return Engine(EngineConfig(**CONFIG, **knobs), folder, load_pack=load, wake=woken.set), woken
 

@@ -44,7 +44,7 @@ _ERROR_LINES = 12
 _HEADERS = {".h", ".hh", ".hpp", ".inc"}
 
 
-def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_s: float = 120.0) -> Path:
+def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_s: float = 600.0) -> Path:
     """The shared object of ``source`` in ``folder``, compiled now unless it is there already.
 
     ``flags`` come after STANDARD_FLAGS. The compiler is $CXX, else g++, else clang++; it runs at low
