@@ -16,8 +16,8 @@ from headrace.core.routing import FleetStatus, ReplicaStatus
 # A table that is piped somewhere is folded only where names are long.
 PIPE_WIDTH = 120
 WIDE_PIPE_WIDTH = 250
-# With --wide; otherwise queue and running share a column, both times another, and a breaker that is not
-# closed is told beside the state.
+# With --wide; otherwise queue and running share a column, both times another, a breaker that is not closed
+# is told beside the state, and packs below.
 WIDE_COLUMNS = (
     "replica",
     "model",
@@ -43,14 +43,13 @@ COLUMNS = (
     "model",
     "kind",
     "state",
-    "pack",
     "running\n(queue)",
     "KV %",
     "prefix\nhits %",
     "TTFT ms\n(predicted)",
     "rescues",
 )
-NUM_TEXT_COLUMNS = 5
+NUM_TEXT_COLUMNS = 4
 NUM_TIER_TEXT_COLUMNS = 2
 # A second table where blocks move between replicas or to disk; "split" and "filling" are requests.
 TIER_COLUMNS = ("replica", "role", "split", "filling", "fetched", "sent", "on disk", "disk hits", "damaged")
@@ -92,7 +91,7 @@ def _print(status: FleetStatus, *, wide: bool = False) -> None:
 
     if status.replicas:
         if wide:
-            table(WIDE_COLUMNS, NUM_TEXT_COLUMNS, wide_cells)
+            table(WIDE_COLUMNS, NUM_TEXT_COLUMNS + 1, wide_cells)
         else:
             table(COLUMNS, NUM_TEXT_COLUMNS, cells)
     elif not status.scaled_to_zero:
@@ -118,7 +117,6 @@ def cells(replica: ReplicaStatus) -> list[str]:
         row["model"],
         row["kind"],
         row["state"] if replica.breaker == "closed" else f"{row['state']}, breaker {replica.breaker}",
-        row["pack"],
         _pair(row["running"], row["queue"]),
         row["KV %"],
         row["prefix\nhits %"],
@@ -181,6 +179,8 @@ def notes(status: FleetStatus) -> list[str]:
         name = replica.member.endpoint.replica_id
         if replica.note:
             lines.append(f"{name}: {replica.note}")
+        if replica.pack:
+            lines.append(f"{name}: runs pack {replica.pack[:PACK_DIGITS]}")
         capabilities = replica.member.capabilities
         lines += [f"{name}: {limit}" for limit in (capabilities.limits if capabilities is not None else [])]
     return lines

@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "none"
     pack: Annotated[
         str | None,
-        _knob("Folder of a pack of kernels to run; default: torch's own operators.", "hot"),
+        _knob("Folder of a pack of kernels to run; default: torch's own operators.", "hot", word="DIR"),
     ] = None
     max_model_len: Annotated[
         PositiveInt | None,

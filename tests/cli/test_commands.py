@@ -134,6 +134,16 @@ def test_ps_fits_a_terminal_of_120(control: Control, capsys: pytest.CaptureFixtu
     assert ps.cells(msgspec.structs.replace(busy, breaker="open"))[3] == "draining, breaker open"
 
 
+def test_ps_shows_which_pack_runs_where(control: Control, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = status()
+    packed = msgspec.structs.replace(fleet.replicas[0], pack="0123456789abcdef")
+    control.script = [PsReply(msgspec.structs.replace(fleet, replicas=[packed]))] * 2
+    assert main(["ps"]) == 0
+    assert "replica-0: runs pack 0123456789ab" in capsys.readouterr().out.splitlines()
+    assert main(["ps", "--wide"]) == 0
+    assert "0123456789ab" in capsys.readouterr().out
+
+
 def test_ps_shows_a_model_that_was_scaled_to_zero(
     control: Control, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,12 +162,10 @@ def test_ps_is_a_table_and_notes(control: Control, capsys: pytest.CaptureFixture
     assert control.asked == [Ps()]
     row = next(line.split() for line in lines if "replica-0" in line)
     assert row == [
-        *("replica-0", "m", "headrace", "ready", "none", "7", "(0)", "0.0", "75.0", "250", "(-)", "0"),
+        *("replica-0", "m", "headrace", "ready", "7", "(0)", "0.0", "75.0", "250", "(-)", "0"),
     ]
     hosted = next(line.split() for line in lines if line.strip().startswith("hosted "))
-    assert hosted[2:8] == ["openai,", "overflow", "down", "-", "-", "-"], (
-        "what it does not tell is not shown as 0"
-    )
+    assert hosted[2:7] == ["openai,", "overflow", "down", "-", "-"], "what it does not tell is not shown as 0"
     assert main(["ps", "--wide"]) == 0
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if "replica-0" in line)
     assert row == [
