@@ -169,7 +169,11 @@ class Engine:
             "kv_block_bytes": self.kv_block_bytes,
             "kv_format": self.kv_format,
             "kv_disk": self.moves.disk_name,
-            "notes": [*loaded.notes, f"KV cache sized by: {self.kv_size.reason}"],
+            "notes": [
+                *loaded.notes,
+                f"KV cache sized by: {self.kv_size.reason}",
+                *self.moves.notes,
+            ],
         }
 
     @property
