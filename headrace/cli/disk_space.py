@@ -15,15 +15,18 @@ GB = 1e9
 
 
 def disk_warnings(engines: Iterable[EngineConfig]) -> Iterator[str]:
-    """One line for each disk that has less room than its tier may take.
+    """One line for each disk that has less room than its tier may take, and for a folder of no tier.
 
     A warning and no refusal, as space comes and goes while a server runs: the tier stops at a full disk and
     goes on when there is room again, and a server that restarts must not stay away for that. Raises
     UsageError for a folder that cannot be written, and for a tier without a prefix cache.
     """
     limits: dict[Path, float] = {}
+    idle: dict[str, None] = {}  # in order
     for engine in engines:
         if not engine.kv_disk_gb:
+            if engine.kv_disk_path:
+                idle.setdefault(engine.kv_disk_path)
             continue
         if not engine.enable_prefix_caching:
             raise UsageError(
@@ -33,15 +36,21 @@ def disk_warnings(engines: Iterable[EngineConfig]) -> Iterator[str]:
             )
         path = Path(engine.kv_disk_path) if engine.kv_disk_path else cache_folder() / "kv"
         limits[path] = max(engine.kv_disk_gb, limits.get(path, 0.0))
+    for name in idle:
+        if Path(name) not in limits:
+            yield f"--kv-disk-path {name} means nothing without --kv-disk-gb: no blocks are kept on disk"
     for path, limit_gb in limits.items():
         try:
             room = _room(path) / GB
         except OSError as error:
-            yield f"the disk tier in {path} cannot be used now ({error}); serving without it and trying again"
+            yield (
+                f"the disk tier in {path} takes no blocks now ({error.strerror or error}); serving goes on, "
+                "and it is tried again"
+            )
             continue
         if room < limit_gb:
             yield (
-                f"--kv-disk-gb {limit_gb:g} is more than there is room for in {path} ({room:.1f} GB): "
+                f"--kv-disk-gb {limit_gb:g} is more than there is room for in {path} ({room:.3g} GB): "
                 "the disk tier takes no more blocks once the disk is full"
             )
 

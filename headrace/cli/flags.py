@@ -165,6 +165,8 @@ def _convert(knob: Knob, value: Any, where: str) -> Any:
     except msgspec.ValidationError as error:
         shown = "***" if "key" in knob.name else repr(value)
         wanted = str(error).split(" - at ")[0].replace("`", "").replace("Expected", "expected")
+        if knob.choices:
+            wanted = f"expected {' or '.join(knob.choices)}"
         raise UsageError(f"{where}: {wanted}, got {shown}", hint=knob.description, param=knob.name) from None
 
 

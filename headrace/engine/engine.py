@@ -194,6 +194,7 @@ class Engine:
                 *loaded.notes,
                 *([f"pack {pack[:12]}: {self.packs.describe()}"] if pack else []),
                 f"KV cache sized by: {self.kv_size.reason}",
+                *self.moves.notes,
             ],
         }
 

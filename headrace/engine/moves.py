@@ -65,6 +65,7 @@ class BlockMoves:
         self._wake_caller = wake
         self._remote: BlockSource | None = None
         self._disk_path = Path(config.kv_disk_path) if config.kv_disk_path else cache_folder() / "kv"
+        self._disk_gb = config.kv_disk_gb
         self.disk: DiskTier | None = None
         if config.kv_disk_gb and config.enable_prefix_caching:
             self.disk = DiskTier(
@@ -105,6 +106,11 @@ class BlockMoves:
             found = path.stat()
             name += f":{found.st_dev:x}.{found.st_ino:x}"
         return name
+
+    @property
+    def notes(self) -> list[str]:
+        """What a start says of the tier."""
+        return [] if self.disk is None else [f"disk tier: up to {self._disk_gb:g} GB in {self._disk_path}"]
 
     def use_remote(self, source: BlockSource) -> None:
         """Fetches from ``source`` instead of over a connector of its own."""
@@ -193,7 +199,10 @@ class BlockMoves:
         self.filler.stop()
         self.prefiller.close()
         if self._write_behind is not None and not self._write_behind.flush(FLUSH_S):
-            log.warning("not all cached blocks could be written to disk in %g s", FLUSH_S)
+            stopped = self.disk.stats().stopped if self.disk is not None else ""
+            log.warning(
+                "not all cached blocks were written to disk: %s", stopped or f"{FLUSH_S:g} s are over"
+            )
         if self.disk is not None:
             self.disk.close()
         if isinstance(self._remote, ConnectorClient):

@@ -47,7 +47,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatus], float]], ...] = (
 _MOVES_GAUGES: tuple[tuple[str, str, Callable[[Moves], float]], ...] = (
     ("num_requests_filling", "Sequences that wait for blocks from elsewhere.", lambda one: one.num_filling),
     ("kv_disk_blocks", "Blocks on disk that it can use.", lambda one: one.disk_blocks),
-    ("kv_disk_bytes", "Bytes of the disk tier, of all who share it.", lambda one: one.disk_bytes),
+    ("kv_disk_bytes", "Bytes of those blocks.", lambda one: one.disk_bytes),
 )
 _MOVES_COUNTERS: tuple[tuple[str, str, Callable[[Moves], float]], ...] = (
     ("kv_fetched_blocks", "Blocks from prefill replicas.", lambda one: one.fetched_blocks),

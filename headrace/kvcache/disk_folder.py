@@ -66,6 +66,7 @@ class DiskFolder:
         self._tmp = path / "tmp"
         self._lock = threading.Lock()  # file locks hold between processes, this one between threads
         self._usage_fd = -1
+        self._trouble = OSError(errno.EBADF, "the folder is closed")  # why it has no ``usage``
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             info = path.stat()
@@ -80,6 +81,7 @@ class DiskFolder:
             self._usage_fd = self._open_usage()
         except OSError as error:
             if error.errno in _MAY_PASS:
+                self._trouble = error
                 return
             raise UsageError(
                 f"cannot keep blocks in {path}: {error.strerror or error}",
@@ -268,7 +270,7 @@ class DiskFolder:
     def _locked(self) -> Iterator[None]:
         with self._lock:
             if self._usage_fd < 0:
-                raise OSError(errno.EBADF, "the folder could not be opened")
+                raise OSError(self._trouble.errno, self._trouble.strerror)
             self._wait_for_lock()
             try:
                 yield

@@ -46,4 +46,4 @@ class OpenLease:
         self.num_fetched_tokens = 0
         self.began = False
         self.alone = False  # nothing was ahead of it when it was placed
-        self.delayed = False  # it may have waited for others to end: its time says nothing of the rate
+        self.delayed = False  # it may have waited, or begun before: its time says nothing of the rate

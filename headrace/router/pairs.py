@@ -211,8 +211,9 @@ class Pairs:
 
     def adopt(self, lease: OpenLease, giver: Replica, num_uncached_tokens: int, now: float) -> None:
         """Of a lease that another life of this router gave: how much the giver has to compute is a guess."""
-        lease.half = half_of(lease.route, lease.placement, now, num_uncached_tokens)
-        giver.attach(lease.half, now)
+        half = lease.half = half_of(lease.route, lease.placement, now, num_uncached_tokens)
+        giver.attach(half, now)
+        half.delayed = True  # when it began is not known
 
     def began(self, lease: OpenLease, timing: Timing | None, now: float) -> None:
         """The answer began: what was to come from the giver has come, or never will."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -198,6 +199,28 @@ def test_a_disk_that_is_too_small_is_told_once(tmp_path: Path) -> None:
     assert list(disk_warnings([EngineConfig(), disk(folder, 1e-3)])) == []
     (line,) = disk_warnings([disk(folder, 1e9), disk(folder, 1e9)])
     assert str(folder) in line and "--kv-disk-gb 1e+09" in line
+
+
+def test_a_folder_without_a_size_is_told(tmp_path: Path) -> None:
+    (line,) = disk_warnings([disk(tmp_path / "kv", 0.0), disk(tmp_path / "kv", 0.0)])
+    assert "--kv-disk-gb" in line and str(tmp_path / "kv") in line
+    assert not (tmp_path / "kv").exists()
+    assert list(disk_warnings([disk(tmp_path / "kv", 0.0), disk(tmp_path / "kv", 1e-3)])) == []
+
+
+def test_a_disk_that_cannot_be_written_is_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def fail(path: str, flags: int, *more: int, **options: int) -> int:
+        if str(path).endswith("usage"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    (line,) = disk_warnings([disk(tmp_path / "kv", 1e-3)])
+    assert "Read-only file system" in line
 
 
 def test_a_folder_that_is_no_use_is_refused(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_bad_values_name_their_source(argv: list[str], environment: dict[str, st
         settings(*argv, **environment)
 
 
+def test_a_value_that_is_none_of_the_choices_is_told_them() -> None:
+    with pytest.raises(UsageError) as caught:
+        settings("--kv-connector", "nixl")
+    assert caught.value.message == "--kv-connector: expected auto or shm or tcp, got 'nixl'"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -5,7 +5,9 @@ Exact, in float32. The other engine is in the same process: its ``Prefiller`` is
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import random
 import time
 from collections.abc import Callable
@@ -257,6 +259,25 @@ def make_disk_engine(folder: Path, path: Path, num_blocks: int) -> Engine:
     return disk_engine(folder, path, kv_cache_gib=gib)
 
 
+def test_what_a_disk_that_takes_nothing_loses_at_the_end_is_told_with_the_reason(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(fd: int, buffers: list[memoryview]) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "writev", fail)
+    engine = disk_engine(tiny("llama"), tmp_path / "kv")
+    run(engine, [make_request("a", list(range(3, 60)))])
+    drain_to_disk(engine)  # which finds out
+    run(engine, [make_request("b", list(range(103, 160)))])
+    engine.close()
+    (last,) = [record.message for record in caplog.records if "not all cached" in record.message]
+    assert os.strerror(errno.ENOSPC) in last
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversations_larger_than_memory_go_on_from_disk(
     tiny: Callable[..., Path], tmp_path: Path, family: str
@@ -394,5 +415,6 @@ def test_what_a_block_is_made_of_is_told(tiny: Callable[..., Path], tmp_path: Pa
     tiers = [disk_engine(tiny("llama"), tmp_path / name) for name in ("a", "a", "b")]
     names = [engine.hello_fields["kv_disk"] for engine in tiers]
     assert names[0] == names[1] != names[2] and all(names)
+    assert f"disk tier: up to 0.1 GB in {tmp_path / 'b'}" in tiers[2].hello_fields["notes"]
     for engine in tiers:
         engine.close()

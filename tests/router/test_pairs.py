@@ -455,6 +455,19 @@ def test_a_router_that_starts_anew_learns_of_both_halves():
     assert status_of(router, "p0").num_in_flight == 0
 
 
+def test_what_was_half_computed_when_the_router_started_says_nothing_of_the_rate():
+    router = split()
+    told = Placement(request_id="r", replica_id="d0", prefill_replica="p0", prefill_address="unix:/p0")
+    for i in range(3):  # their prompts were all but computed before
+        asked = route(f"r{i}", *(n + 1000 * i for n in LONG))
+        router.adopt(Lease(route=asked, placement=told, began=False), float(i))
+        began(router, f"r{i}", Timing(0.0, 0.001, 8, fill_s=0.9, num_fetched_tokens=1600), now=i + 0.003)
+    streams(router, 4, now=10.0)
+    place(router, "new", *(n + 9000 for n in LONG), now=10.0)
+    seen = next(one for one in router.why("new")[-1].candidates if one.replica_id == "d0")
+    assert seen.fill_s > 0.5 * len(LONG) * BLOCK / RATE
+
+
 def test_a_decode_server_that_does_nothing_alone_waits_for_a_prefill_server():
     router = make()
     add(router, "d0", SGLANG, role="decode")

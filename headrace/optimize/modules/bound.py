@@ -35,7 +35,7 @@ def signature_of(call: ModuleCall) -> Signature:
 class KernelModule(nn.Module):
     """``module`` with its forward computed by a kernel, for calls like those that the kernel was judged on.
 
-    Any other call (shapes, dtypes, strides, keyword arguments, gradients wanted, training) goes to ``module``.
+    Any other (shapes, dtypes, strides, keyword arguments, gradients wanted, training) goes to ``module``.
     Weights may be changed in place or loaded anew: they are packed again at the next call. Not to be called
     from two threads at once.
     """
@@ -54,6 +54,7 @@ class KernelModule(nn.Module):
         self._expected = [_kind(each, self._inputs) for each in call.arguments]
         self._held: list[Tensor] = []
         self._seen: list[tuple[int, int]] = []
+        self._places: list[tuple[dict[str, Any], str, object]] = []
         self._packed: mmap.mmap | None = None
         for slot in (*self._inputs, *self._outputs):
             self._native.set_tensor(slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)))
@@ -104,11 +105,19 @@ class KernelModule(nn.Module):
         return True
 
     def _weights_changed(self) -> bool:
-        return any(_mark(each) != seen for each, seen in zip(self._held, self._seen, strict=True))
+        if any(_mark(each) != seen for each, seen in zip(self._held, self._seen, strict=True)):
+            return True
+        return any(place.get(name) is not each for place, name, each in self._places)
 
     def _bind_weights(self) -> bool:
-        """Packs the module's weights as they are now; False where they are not what the kernel was made for."""
+        """Packs the module's weights as they are; False where they are not what the kernel was made for."""
         held = state(self.module)
+        self._places = [
+            (place, name, each)
+            for part in self.module.modules()
+            for place in (part._parameters, part._buffers, part._modules)
+            for name, each in place.items()
+        ]
         self._held = [held[slot.source] for slot in self._weights if slot.source in held]
         if len(self._held) != len(self._weights) or not all(
             _fits(slot, each) for slot, each in zip(self._weights, self._held, strict=True)
@@ -173,7 +182,7 @@ def bind(found: Found, module: nn.Module) -> KernelModule:
 
 
 def mismatch(module: nn.Module, call: ModuleCall) -> str:
-    """Why the kernel of ``call`` is not for ``module``; empty: names, shapes and dtypes of its weights agree."""
+    """Why ``call``'s kernel is not for ``module``; empty: names, shapes and dtypes of its weights agree."""
     held = state(module)
     wanted = {slot.source: slot for slot in call.slots if slot.role == "weight"}
     for name in sorted(set(held) ^ set(wanted)):

@@ -77,10 +77,12 @@ class ModuleHost:
     wrong with the file, StartupError when it takes longer than ``timeout_s`` or the process ends.
     """
 
-    def __init__(self, name: str, *, digest: str = "", threads: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, name: str, *, digest: str = "", threads: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self._name, self._timeout_s = name, timeout_s
         ours, theirs = socket.socketpair()
-        self._words = tempfile.TemporaryFile()
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  closed by ``close``
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), name, digest, str(threads)]
         self._child = subprocess.Popen(
             command,
@@ -186,9 +188,7 @@ class _Host:
             module = bind(find(Path(question.pack)), opened.module) if question.pack else opened.module
             return _Answer(seconds=_seconds(module, opened.inputs(1)))
         if question.kind == "inputs":
-            given = opened.inputs(question.seed)
-            named = {slot.name: given[int(slot.source)] for slot in call.slots if slot.role == "input"}
-            return _Answer(tensors=_packed(named))  # type: ignore[arg-type]
+            return _Answer(tensors=_packed(_given(opened, call, question.seed)))
         if question.kind == "state":
             held = state(opened.module)
             named = {slot.name: held[slot.source] for slot in call.slots if slot.role == "weight"}
@@ -207,6 +207,20 @@ class _Host:
         return dict(zip(names, outputs, strict=True))
 
 
+def _given(opened: OpenModule, call: ModuleCall, seed: int) -> Tensors:
+    """get_inputs() by slot. Raises UnsupportedModelError where it gives others than at first."""
+    found, given = {}, opened.inputs(seed)
+    for slot in (slot for slot in call.slots if slot.role == "input"):
+        place = int(slot.source)
+        each = given[place] if place < len(given) else None
+        if not isinstance(each, Tensor) or list(each.shape) != slot.shape:
+            raise UnsupportedModelError(
+                f"get_inputs() gives {slot.name} in another shape each time; a kernel is written for one"
+            )
+        found[slot.name] = each
+    return found
+
+
 def set_weights(module: nn.Module, call: ModuleCall, tensors: Mapping[str, Tensor], *, copy: bool) -> None:
     """Puts ``tensors`` in place of parameters and buffers, as a copy in their dtype or as they are."""
     held = state(module)
@@ -220,7 +234,8 @@ def set_weights(module: nn.Module, call: ModuleCall, tensors: Mapping[str, Tenso
 
 
 def _seconds(module: nn.Module, arguments: Sequence[Argument], budget_s: float = 0.5) -> float:
-    times, until = [], time.monotonic() + budget_s
+    times: list[float] = []
+    until = time.monotonic() + budget_s
     while len(times) < 5 or (time.monotonic() < until and len(times) < 200):
         began = time.perf_counter()
         run(module, arguments)

@@ -14,17 +14,21 @@ from headrace.optimize.judge import contents
 from headrace.optimize.judge.compare import error, limit
 from headrace.optimize.keys import Keys
 from headrace.optimize.modules.bound import Found, KernelModule, bind, find, mismatch
-from headrace.optimize.modules.source import Argument
+from headrace.optimize.modules.source import FLOATS, Argument
 from headrace.optimize.modules.trace import rows_of, run, run_wide, widened
 from headrace.optimize.packing import verify_pack
 from headrace.optimize.records import ModuleCall
 
 
 def load(
-    folder: str | Path, module: nn.Module, *, keys: Keys | None = None, inputs: Sequence[Argument] | None = None
+    folder: str | Path,
+    module: nn.Module,
+    *,
+    keys: Keys | None = None,
+    inputs: Sequence[Argument] | None = None,
 ) -> KernelModule:
     """``module`` with the kernel of the pack in ``folder``: its forward calls the kernel where it was judged
-    (the shapes and dtypes of get_inputs(), contiguous, no gradients wanted, evaluation mode), else ``module``.
+    (shapes and dtypes of get_inputs(), contiguous, no gradients wanted, evaluation mode), else ``module``.
 
     The pack's signature, files and evidence are checked against ``keys`` (default: this user's), the
     module's weights against those of the judged one, and the kernel's answer on ``inputs`` (default: random
@@ -59,13 +63,15 @@ def _check(found: Found, bound: KernelModule, given: Sequence[Argument] | None) 
     finally:
         bound.train(was_training)
     if bound.calls == calls:
-        raise PackError("the kernel declines the inputs that it is checked with", hint="load(…, inputs=get_inputs())")
+        raise PackError(
+            "the kernel declines the inputs that it is checked with", hint="load(…, inputs=get_inputs())"
+        )
     for place, (own, right) in enumerate(zip(answer, truth, strict=True)):
         off, allowed = error(own, right), limit(error(stock[place], right), own.dtype)
         if off > allowed:
             raise PackError(
-                f"the kernel computes something else than this module: output {place} is off by {off:.2g} of its "
-                f"row's size, allowed is {allowed:.2g}",
+                f"the kernel computes something else than this module: output {place} is off by {off:.2g} "
+                f"of its row's size, allowed is {allowed:.2g}",
                 hint="was the module made with the arguments of get_init_inputs()?",
             )
     bound.calls = calls
@@ -74,7 +80,7 @@ def _check(found: Found, bound: KernelModule, given: Sequence[Argument] | None) 
 def _drawn(call: ModuleCall) -> list[Argument] | None:
     """Random arguments; None where a number or an index could not be just anything."""
     slots = {slot.name: slot for slot in call.slots if slot.role == "input"}
-    if "normal" not in call.contents or any(slot.dtype not in ("float32", "bfloat16") for slot in slots.values()):
+    if "normal" not in call.contents or any(slot.dtype not in FLOATS for slot in slots.values()):
         return None
     arguments: list[Argument] = []
     for place, each in enumerate(call.arguments):

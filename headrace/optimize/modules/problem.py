@@ -24,7 +24,7 @@ from headrace.optimize.modules.bound import bind, find, signature_of
 from headrace.optimize.modules.host import ModuleHost, set_weights
 from headrace.optimize.modules.source import OpenModule, open_module
 from headrace.optimize.modules.trace import GIVEN, rows_of, run
-from headrace.optimize.records import ModuleCall, ModuleSlot, Target
+from headrace.optimize.records import ModuleSlot, Target
 
 _POOL = 1 << 21
 
@@ -105,7 +105,9 @@ class ModuleProblem:
     def stock(self, case: Case, weights: Tensors, tensors: Tensors) -> Tensors:
         return self._run(case, weights, tensors, wide=False)
 
-    def prepare(self, case: Case, weights: Tensors, tensors: Tensors, pack: str) -> Callable[[], list[Tensor]]:
+    def prepare(
+        self, case: Case, weights: Tensors, tensors: Tensors, pack: str
+    ) -> Callable[[], list[Tensor]]:
         """The module with these weights, as its user calls it; with ``pack`` the kernel of that folder."""
         if self._opened is None:
             self._opened = open_module(self.target.module, digest=self.call.digest)
@@ -171,4 +173,3 @@ def _fill_normal(tensor: Tensor, seed: int) -> None:
 @lru_cache
 def _normal_pool() -> Tensor:
     return torch.randn(_POOL, generator=contents.generator(0))
-

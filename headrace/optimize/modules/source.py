@@ -41,7 +41,7 @@ class OpenModule:
     digest: str
 
     def inputs(self, seed: int) -> list[Argument]:
-        """forward's arguments, drawn from a seed. Raises UnsupportedModelError for what is no tensor or number."""
+        """forward's arguments, drawn from a seed. Raises UnsupportedModelError for what is neither."""
         torch.manual_seed(seed)
         found = self.get_inputs()
         if not isinstance(found, (list, tuple)):
@@ -90,14 +90,15 @@ def open_module(name: str, *, digest: str = "") -> OpenModule:
     file = _run(path, body)
     kind = getattr(file, cls, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        there = [key for key, each in vars(file).items() if isinstance(each, type) and issubclass(each, nn.Module)]
+        held = vars(file).items()
+        there = [key for key, each in held if isinstance(each, type) and issubclass(each, nn.Module)]
         raise UsageError(
             f"{path} has no torch.nn.Module called {cls}", hint=f"it has {', '.join(there) or 'none at all'}"
         )
     get_inputs = getattr(file, "get_inputs", None)
     if not callable(get_inputs):
         raise UsageError(
-            f"{path} has no function get_inputs()", hint="have it return a list of example arguments of forward"
+            f"{path} has no function get_inputs()", hint="it returns a list of example arguments of forward"
         )
     torch.manual_seed(0)
     get_init = getattr(file, "get_init_inputs", list)
@@ -105,7 +106,8 @@ def open_module(name: str, *, digest: str = "") -> OpenModule:
         module = kind(*get_init())
     except Exception as error:
         raise UnsupportedModelError(
-            f"{cls} cannot be made: {_said(error)}", hint="get_init_inputs() returns its constructor's arguments"
+            f"{cls} cannot be made: {_said(error)}",
+            hint="get_init_inputs() returns its constructor's arguments",
         ) from error
     module.eval().requires_grad_(False)
     for each, tensor in state(module).items():

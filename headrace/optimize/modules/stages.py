@@ -30,7 +30,6 @@ from headrace.optimize.keys import Keys
 from headrace.optimize.loop import Judged, Stages
 from headrace.optimize.modules.host import ModuleHost
 from headrace.optimize.modules.problem import ModuleProblem
-from headrace.optimize.modules.trace import GIVEN
 from headrace.optimize.packing import SIGNATURE, Winner, make_pack
 from headrace.optimize.profile.roofs import measure_roofs
 from headrace.optimize.records import (
@@ -109,12 +108,13 @@ class ModuleStages:
             return []
         call, op = self._host.describe(), profile.phases[0].ops[0]
         dtype = _main(call).dtype
+        weights = [slot.dtype for slot in call.slots if slot.role == "weight" and slot.varies]
         return [
             Target(
                 op=OP,
                 model=self._name.rpartition(":")[2],
                 phase="prefill",
-                weight_dtype=next((slot.dtype for slot in call.slots if slot.role == "weight" and slot.varies), dtype),
+                weight_dtype=weights[0] if weights else dtype,
                 activation_dtypes=[dtype],
                 max_rows=op.shapes[0].rows,
                 shapes=op.shapes,
@@ -124,8 +124,8 @@ class ModuleStages:
                 layers=1,
                 baseline_s=op.total_s,
                 end_to_end_gain=op.end_to_end_gain,
-                why=f"a call takes {1e3 * op.total_s:.3g} ms and runs at {100 * op.roof_share:.0f} % of its roof "
-                f"({op.bound}-bound)",
+                why=f"a call takes {1e3 * op.total_s:.3g} ms and runs at {100 * op.roof_share:.0f} % of its "
+                f"roof ({op.bound}-bound)",
                 module=self._name,
                 call=call,
             )
@@ -133,7 +133,9 @@ class ModuleStages:
 
     def _judge(self, folder: Path, target: Target, base: Path | None) -> Judged:
         problem = self._problem(folder, target)
-        return judge(folder, target, baseline_pack=base, problem=problem, end_to_end=False, options=self._options)
+        return judge(
+            folder, target, baseline_pack=base, problem=problem, end_to_end=False, options=self._options
+        )
 
     def _confirm(self, folder: Path, target: Target, base: Path | None) -> Judged:
         verdict, measurement = self._judge(folder, target, base)
@@ -175,7 +177,9 @@ class ModuleStages:
             )
         identity = self._registry.publish(folder, approver=self._approver)
         summary = self._registry.find(identity).manifest.summary
-        return Published(pack=identity, registry=self._registry.url, candidate=winner.folder.name, summary=summary)
+        return Published(
+            pack=identity, registry=self._registry.url, candidate=winner.folder.name, summary=summary
+        )
 
     def _problem(self, folder: Path, target: Target) -> ModuleProblem:
         try:
@@ -194,9 +198,7 @@ def measure_forward(
     (case,) = problem.timed_cases(seed)
     size = sum(spec.nbytes for spec in (*problem.weights(), *case.tensors))
     count = max(4, min(_MAX_CALLS, _RING_BYTES // max(1, size)))
-    layout = Layout(
-        problem.signature, problem.weights(), 1, [case] * count, [0] * count, options.num_threads
-    )
+    layout = Layout(problem.signature, problem.weights(), 1, [case] * count, [0] * count, options.num_threads)
     try:
         if layout.num_sets:
             problem.fill_weights(layout.weights(0), seed)
@@ -288,5 +290,11 @@ def _phase(call: ModuleCall, seconds: float, nbytes: float, flops: float, roofs:
         shapes=[shape],
     )
     return PhaseProfile(
-        phase="prefill", num_steps=1, rows=rows, step_s=seconds, unprofiled_step_s=seconds, unnamed_s=0.0, ops=[op]
+        phase="prefill",
+        num_steps=1,
+        rows=rows,
+        step_s=seconds,
+        unprofiled_step_s=seconds,
+        unnamed_s=0.0,
+        ops=[op],
     )

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.optimize.judge import contents
-from headrace.optimize.judge.compare import error
+from headrace.optimize.judge.compare import error, same_bits
 from headrace.optimize.judge.problem import CONTENTS
 from headrace.optimize.modules.source import (
     FLOATS,
@@ -43,12 +43,12 @@ def describe(opened: OpenModule) -> ModuleCall:
     slots, named = _slots(opened.module, arguments)
     before = [each.clone() for each in named.values()]
     outputs = run(opened.module, arguments)
-    again = run(opened.module, arguments)
-    if any(not torch.equal(*pair) for pair in zip(outputs, again, strict=True)):
-        raise UnsupportedModelError("two equal calls of the module give different results; a kernel must not")
     for (name, now), then in zip(named.items(), before, strict=True):
-        if not torch.equal(now, then):
+        if not same_bits(now, then):
             raise UnsupportedModelError(f"the module changes {name}; a kernel only writes its outputs")
+    again = run(opened.module, arguments)
+    if any(not same_bits(*pair) for pair in zip(outputs, again, strict=True)):
+        raise UnsupportedModelError("two equal calls of the module give different results; a kernel must not")
     for place, output in enumerate(outputs):
         check_tensor(output, f"output {place}")
         name = "out" if len(outputs) == 1 else f"out{place}"
@@ -94,7 +94,7 @@ def run_wide(wide: nn.Module, arguments: Sequence[Argument]) -> list[Tensor]:
         return run(wide, own)
     except (RuntimeError, TypeError) as failure:
         said = " ".join(str(failure).split())[:300]
-        raise UnsupportedModelError(f"the module cannot be computed in float64, its reference: {said}") from failure
+        raise UnsupportedModelError(f"the module cannot be computed in float64: {said}") from failure
     finally:
         torch.set_default_dtype(before)
 
@@ -152,7 +152,8 @@ def _contents(opened: OpenModule, arguments: Sequence[Argument]) -> list[str]:
     and the module in its own dtype is nearly as close to float64 as on its own inputs."""
     wide, kept, usual = widened(opened.module), [], 0.0
     for kind in (GIVEN, *CONTENTS):
-        worst = max(_own_error(opened.module, wide, _drawn(opened, arguments, kind, seed)) for seed in range(3))
+        draws = [_drawn(opened, arguments, kind, seed) for seed in range(3)]
+        worst = max(_own_error(opened.module, wide, draw) for draw in draws)
         if kind == GIVEN:
             if worst > _NOISE:
                 raise UnsupportedModelError(
@@ -203,9 +204,9 @@ def _graph(
         return [], []
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, named: dict[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[GraphNode] = []
         self._names = {id(tensor): name for name, tensor in named.items()}
         self._alive: list[Any] = [*named.values()]  # an id stays its tensor's

@@ -11,7 +11,6 @@ from headrace.optimize.proposers.module_graph import (
     NotCoveredError,
     argument,
     base,
-    is_reference,
     number,
 )
 from headrace.optimize.records import GraphNode, ModuleCall
@@ -94,7 +93,7 @@ class Attention:
                 return reference
             node = self._behind(node)
             factor = node.args[1] if len(node.args) > 1 else None
-            if base(node) not in ("mul", "div") or is_reference(factor) or not isinstance(factor, (int, float)):
+            if base(node) not in ("mul", "div") or not isinstance(factor, (int, float)):
                 return f"%{node.name}"
             self._count += 1
             self._scale *= factor if base(node) == "mul" else 1.0 / factor

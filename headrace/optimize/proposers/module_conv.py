@@ -29,7 +29,8 @@ class Conv:
             raise NotCoveredError("it does not begin with a convolution")
         self._conv = nodes[0]
         self._input, self._weight = graph.inputs[0], graph.slot(self._conv.args[1])
-        if graph.slot(self._conv.args[0]) is not self._input or self._weight is None or self._weight.role != "weight":
+        is_weight = self._weight is not None and self._weight.role == "weight"
+        if graph.slot(self._conv.args[0]) is not self._input or not is_weight:
             raise NotCoveredError("a convolution of something else than input and weight")
         if len(self._input.shape) != 4:
             raise NotCoveredError("a convolution without batch")
@@ -39,7 +40,8 @@ class Conv:
             tensors = [each for each in node.args if is_reference(each)]
             if not tensors or self._behind(tensors[0]) != last:
                 raise NotCoveredError("more than one chain of operators")
-            if base(node) == "batch_norm" and self._norm is None and self._text == "value" and not node.args[5]:
+            first = self._norm is None and self._text == "value"
+            if base(node) == "batch_norm" and first and not node.args[5]:
                 self._norm = node
             elif base(node) in ELEMENTWISE and all(self._behind(each) == last for each in tensors):
                 self._text = self._follow(node)

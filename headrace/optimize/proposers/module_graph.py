@@ -99,7 +99,7 @@ def _power(node: GraphNode, parts: Sequence[str]) -> str:
     exponent, x = node.args[1], parts[0]
     if is_reference(exponent):
         return f"std::pow({x}, {parts[1]})"
-    known = {1: x, 2: f"({x} * {x})", 3: f"({x} * {x} * {x})", -1: f"(1.0f / {x})"}
+    known: dict[float, str] = {1: x, 2: f"({x} * {x})", 3: f"({x} * {x} * {x})", -1: f"(1.0f / {x})"}
     known |= {0.5: f"std::sqrt({x})", -0.5: f"(1.0f / std::sqrt({x}))"}
     return known.get(exponent, f"std::pow({x}, {parts[1]})")
 

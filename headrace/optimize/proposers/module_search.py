@@ -1,8 +1,8 @@
 """Candidates for users' modules from templates, chosen by what the module's graph is, and by hill climbing.
 
-    rows         norms, softmax, elementwise operators, products with weights in between: row by row
-    conv2d       a convolution, batch norm and elementwise operators after it
-    attention    softmax(scale q kᵀ) v
+rows         norms, softmax, elementwise operators, products with weights in between: row by row
+conv2d       a convolution, batch norm and elementwise operators after it
+attention    softmax(scale q kᵀ) v
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Fit:
             if not lowered.has_products:
                 found["block_rows"] = 8
         elif isinstance(lowered, Conv):
-            found |= {"by_image": int(lowered.batch > 1 and lowered.batch % 2 == 0), "channels": 6, "vectors": 3}
+            found |= {"by_image": int(lowered.batch % 2 == 0), "channels": 6, "vectors": 3}
         else:
             found |= {"parts": 1, "queries": 16, "micro_rows": 8}
         return {name: found[name] for name in self.names()}
@@ -100,7 +100,8 @@ class _Fit:
         defines = {"HR_THREADS": parameters["threads"]}
         if isinstance(lowered, Rows):
             vectors, micro_rows = parameters.get("vectors", 1), parameters.get("micro_rows", 1)
-            defines |= {"HR_BY_COLUMNS": parameters.get("by_columns", 0), "HR_BLOCK_ROWS": parameters["block_rows"]}
+            defines["HR_BY_COLUMNS"] = parameters.get("by_columns", 0)
+            defines["HR_BLOCK_ROWS"] = parameters["block_rows"]
             text = lowered.source(vectors, micro_rows)
         elif isinstance(lowered, Conv):
             defines |= {"HR_BY_IMAGE": parameters["by_image"], "HR_CHANNELS": parameters["channels"]}
@@ -136,7 +137,8 @@ class ModuleSearch:
         fit = fit_of(target)
         if fit is None or target.call is None:
             return None
-        trials = {key: trial for trial in history if (key := _key(fit, trial.candidate.parameters)) is not None}
+        known = [(_key(fit, trial.candidate.parameters), trial) for trial in history]
+        trials = {key: trial for key, trial in known if key is not None}
         start = fit.start()
         if self._threads == 1 and "threads" in start:
             start["threads"] = 1
@@ -153,7 +155,11 @@ def fit_of(target: Target) -> _Fit | None:
     """The template that computes a target's module, None: none does."""
     if target.call is None:
         return None
-    makers = {"attention": Attention, "conv2d": Conv, "rows": Rows}
+    makers: dict[str, type[Rows | Conv | Attention]] = {
+        "attention": Attention,
+        "conv2d": Conv,
+        "rows": Rows,
+    }
     for template, make in makers.items():
         try:
             fit = _Fit(template, make(target.call))
@@ -203,7 +209,8 @@ def _around(fit: _Fit, here: Parameters, rng: random.Random) -> Iterator[tuple[P
         there = _moved(fit, here, name, step) if name != other else None
         beyond = _moved(fit, there, other, again) if there is not None else None
         if beyond is not None:
-            twos.append((beyond, f"{name} {here[name]} to {beyond[name]}, {other} {here[other]} to {beyond[other]}"))
+            note = f"{name} {here[name]} to {beyond[name]}, {other} {here[other]} to {beyond[other]}"
+            twos.append((beyond, note))
     rng.shuffle(twos)
     yield from twos
 

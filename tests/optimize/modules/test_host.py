@@ -89,7 +89,9 @@ def test_inputs_follow_their_seed_and_weights_those_that_are_given(tmp_path: Pat
         (GOOD + "\nimport os\nos._exit(3)", StartupError, "its process ended"),
     ],
 )
-def test_a_file_that_is_no_good_is_named(tmp_path: Path, text: str, kind: type[HeadraceError], words: str) -> None:
+def test_a_file_that_is_no_good_is_named(
+    tmp_path: Path, text: str, kind: type[HeadraceError], words: str
+) -> None:
     with ModuleHost(write_module(tmp_path, text)) as host, pytest.raises(kind, match=words) as caught:
         host.describe()
     assert "user.py" in caught.value.message
@@ -102,7 +104,10 @@ def test_a_file_that_never_ends_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
-    with ModuleHost(write_module(tmp_path, GOOD), digest="0" * 64) as host, pytest.raises(UsageError, match="changed"):
+    with (
+        ModuleHost(write_module(tmp_path, GOOD), digest="0" * 64) as host,
+        pytest.raises(UsageError, match="changed"),
+    ):
         host.describe()
 
 
@@ -116,9 +121,11 @@ def test_names() -> None:
 
 
 def test_a_module_that_cannot_be_traced_is_still_described(tmp_path: Path) -> None:
-    text = GOOD.replace("x + 1", "x + torch.arange(8, dtype=x.dtype)[:8]").replace(
-        "class Model", "CONSTANT = torch.ones(8)\nclass Model"
-    ).replace("x + torch", "x * CONSTANT + torch")
+    text = (
+        GOOD.replace("x + 1", "x + torch.arange(8, dtype=x.dtype)[:8]")
+        .replace("class Model", "CONSTANT = torch.ones(8)\nclass Model")
+        .replace("x + torch", "x * CONSTANT + torch")
+    )
     with ModuleHost(write_module(tmp_path, text)) as host:
         call = host.describe()
     assert call.graph == []

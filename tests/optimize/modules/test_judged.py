@@ -1,4 +1,4 @@
-"""Modules before the judge and in the loop: right kernels pass, wrong ones do not, gains are looked at twice."""
+"""Modules before the judge and in the loop: right kernels pass, wrong ones do not, gains must hold twice."""
 
 from __future__ import annotations
 
@@ -135,7 +135,11 @@ SLOWER = Ratio(median=1.0, low=0.9, high=1.1, pairs=9, baseline_s=1.0, candidate
 
 @pytest.mark.parametrize(
     ("forward", "names", "won"),
-    [([RATIO, RATIO], ["forward", "again"], True), ([RATIO, SLOWER], ["forward", "again"], False), ([SLOWER], ["forward"], False)],
+    [
+        ([RATIO, RATIO], ["forward", "again"], True),
+        ([RATIO, SLOWER], ["forward", "again"], False),
+        ([SLOWER], ["forward"], False),
+    ],
 )
 def test_a_gain_must_hold_in_a_second_fresh_process(
     forward: list[Ratio], names: list[str], won: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

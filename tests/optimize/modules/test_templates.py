@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from headrace.optimize.judge.compare import error, limit
 from headrace.optimize.loop import write_candidate
@@ -20,7 +19,10 @@ from tests.optimize.modules.support import EXAMPLES, FIVE, opened, write_module
 
 ROWS = "\ndef get_inputs():\n    return [torch.randn(3, 5, 33)]\n"
 IMAGES = "\ndef get_inputs():\n    return [torch.randn(2, 8, 13, 17)]\n"
-HEADS = "\ndef get_inputs():\n    return [torch.randn(2, 3, 37, 20), torch.randn(2, 3, 37, 20), torch.randn(2, 3, 37, 27)]\n"
+HEADS = """
+def get_inputs():
+    return [torch.randn(2, 3, 37, 20), torch.randn(2, 3, 37, 20), torch.randn(2, 3, 37, 27)]
+"""
 
 MODULES = {
     "norms, activations, two outputs": """
@@ -63,7 +65,8 @@ class Model(nn.Module):
     "elementwise": """
 class Model(nn.Module):
     def forward(self, x):
-        return F.softplus(F.elu(torch.tanh(x))) + x.abs().sqrt() - torch.sigmoid(x) * F.gelu(x, approximate="tanh")
+        y = torch.sigmoid(x) * F.gelu(x, approximate="tanh")
+        return F.softplus(F.elu(torch.tanh(x))) + x.abs().sqrt() - y
 """,
     "a sum that drops its dimension": """
 class Model(nn.Module):
