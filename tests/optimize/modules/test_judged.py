@@ -73,7 +73,7 @@ SPOILED = (
     ("constexpr bool CAUSAL = false", "constexpr bool CAUSAL = true"),
     ("shift += ", "shift -= "),  # batch norm's offset
     ("1e-05f", "1e-03f"),  # an epsilon
-    ("tanh_(", "sigmoid_("),
+    ("* 30.0f", "* 28.0f"),  # the cap
 )
 
 
@@ -175,6 +175,7 @@ def test_a_whole_round_ends_in_a_pack_that_loads(tmp_path: Path, monkeypatch: py
     stages_measure, stages_judge = stages.measure_forward, stages.judge
     monkeypatch.setattr(stages, "measure_forward", forward)
     monkeypatch.setattr(stages, "judge", judge)
+    monkeypatch.setattr(stages, "_MAX_CALLS", 8)
     with ModuleHost(name) as host:
         made = ModuleStages(name, host, registry, keys, approver="t", options=OPTIONS, once=True)
         loop = Loop(
