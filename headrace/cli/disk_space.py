@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.kvcache.disk_folder import DiskFolder
-from headrace.models.cache import cache_folder
+from headrace.models.cache import kv_folder
 
 GB = 1e9
 
@@ -34,10 +34,10 @@ def disk_warnings(engines: Iterable[EngineConfig]) -> Iterator[str]:
                 hint="leave out one of --kv-disk-gb and --no-enable-prefix-caching",
                 param="--kv-disk-gb",
             )
-        path = Path(engine.kv_disk_path) if engine.kv_disk_path else cache_folder() / "kv"
+        path = kv_folder(engine.kv_disk_path)
         limits[path] = max(engine.kv_disk_gb, limits.get(path, 0.0))
     for name in idle:
-        if Path(name) not in limits:
+        if kv_folder(name) not in limits:
             yield f"--kv-disk-path {name} means nothing without --kv-disk-gb: no blocks are kept on disk"
     for path, limit_gb in limits.items():
         try:

@@ -76,6 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Disk space for blocks that are pushed out of memory, shared by the replicas of a host; 0: none.",
             "warm",
             ge=0,
+            le=1e6,
         ),
     ] = 0.0
     kv_disk_path: Annotated[

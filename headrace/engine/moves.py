@@ -11,8 +11,8 @@ import logging
 import math
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
+from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.messages import BlocksStored, CacheEvent, Moves
 from headrace.core.request import Request
@@ -23,11 +23,12 @@ from headrace.engine.rates import Rate
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.engine.write_behind import WriteBehind
+from headrace.kvcache.block_format import HEADER_BYTES
 from headrace.kvcache.connector import ConnectorClient
 from headrace.kvcache.disk_tier import DiskTier
 from headrace.kvcache.receiving import Patience
 from headrace.kvcache.source import BlockSource
-from headrace.models.cache import cache_folder
+from headrace.models.cache import kv_folder
 
 log = logging.getLogger("headrace.engine")
 
@@ -64,10 +65,17 @@ class BlockMoves:
         self._disabled = False
         self._wake_caller = wake
         self._remote: BlockSource | None = None
-        self._disk_path = Path(config.kv_disk_path) if config.kv_disk_path else cache_folder() / "kv"
+        self._disk_path = kv_folder(config.kv_disk_path)
         self._disk_gb = config.kv_disk_gb
         self.disk: DiskTier | None = None
         if config.kv_disk_gb and config.enable_prefix_caching:
+            least = HEADER_BYTES + io.block_bytes
+            if config.kv_disk_gb * _GB < least:
+                raise UsageError(
+                    f"--kv-disk-gb {config.kv_disk_gb:g} has no room for a block, which has {least:,} bytes",
+                    hint=f"give {1000 * least / _GB:.2g} for a thousand blocks, or 0 for no disk tier",
+                    param="kv_disk_gb",
+                )
             self.disk = DiskTier(
                 self._disk_path,
                 root=root,

@@ -40,6 +40,11 @@ def cache_folder() -> Path:
     return Path(base) / "headrace"
 
 
+def kv_folder(path: str | None) -> Path:
+    """Where the disk tier keeps blocks, if ``path`` is what was asked for."""
+    return Path(path).expanduser() if path else cache_folder() / "kv"
+
+
 def no_progress(what: str, done: int, total: int) -> None:
     """For callers that do not want to be told."""
 

@@ -45,6 +45,12 @@ class ClassRates:
         # sums of u², u·z, z², u·y, z·y where z are pairs and y seconds, each over the predicted time squared
         self._uu = self._uz = self._zz = self._uy = self._zy = 0.0
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second over the samples as they were: ``token_s`` alone can be next to nothing, where the
+        time is all attention's or was all ascribed to it."""
+        return self._uu / self._uy if self._uy else 1.0 / self.token_s
+
     def learn(self, tokens: float, pairs: float, seconds: float) -> None:
         """One sample: so many computed tokens and pairs took so long, as on a replica of factor 1."""
         self.num_samples += 1
@@ -101,7 +107,7 @@ class Rates:
     def prefill_rate(self) -> float:
         if self._seconds:
             return self._computed / self._seconds
-        return 1.0 / (self.factor * self.group.token_s)
+        return self.group.rate / self.factor
 
     @property
     def has_decode_rate(self) -> bool:

@@ -208,6 +208,12 @@ def test_a_folder_without_a_size_is_told(tmp_path: Path) -> None:
     assert list(disk_warnings([disk(tmp_path / "kv", 0.0), disk(tmp_path / "kv", 1e-3)])) == []
 
 
+def test_a_tilde_in_a_file_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(disk_warnings([disk(Path("~/kv"), 1e-3)])) == []
+    assert (tmp_path / "kv" / "usage").is_file()
+
+
 def test_a_disk_that_cannot_be_written_is_told_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

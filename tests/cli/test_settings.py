@@ -80,6 +80,8 @@ def test_booleans_and_lists() -> None:
         (["--dtype", "float64"], {}, "--dtype"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
         (["--kv-cache-gib", "nan"], {}, "--kv-cache-gib"),
+        (["--kv-disk-gb", "-1"], {}, "--kv-disk-gb"),
+        (["--kv-disk-gb", "1e300"], {}, "--kv-disk-gb"),
         (["--threads", "99999999"], {}, "--threads"),
     ],
 )

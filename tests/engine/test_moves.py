@@ -404,6 +404,12 @@ def test_a_folder_that_cannot_be_one_stops_the_start(tiny: Callable[..., Path], 
     assert "disk" in (caught.value.param or "")
 
 
+def test_a_tier_too_small_for_a_block_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no room for a block") as caught:
+        make_engine(tiny("llama"), kv_disk_gb=1e-7, kv_disk_path=str(tmp_path / "kv"))
+    assert caught.value.hint and caught.value.param == "kv_disk_gb"
+
+
 def test_what_a_block_is_made_of_is_told(tiny: Callable[..., Path], tmp_path: Path) -> None:
     one, same = make_engine(tiny("llama")), make_engine(tiny("llama"))
     other = make_engine(tiny("llama"), dtype="bfloat16")

@@ -97,6 +97,18 @@ def test_a_class_learns_together_and_a_slow_member_differs() -> None:
     assert fast.prefill_s(2_000, 2_000) < fresh.prefill_s(2_000, 2_000) < slow.prefill_s(2_000, 2_000)
 
 
+def test_a_new_member_shows_the_rate_of_its_class_be_it_all_attention() -> None:
+    group = ClassRates()
+    old, new = Rates(group), Rates(group)
+    assert new.prefill_rate == pytest.approx(2_000)
+    rng = random.Random(6)
+    for _ in range(40):
+        tokens = rng.choice([1_000, 1_100, 2_000])
+        old.on_prefill(tokens, tokens, old.overhead_s + tokens * (1e-8 + 1e-6 * tokens / 2), alone=True)
+    assert group.token_s < 1e-6
+    assert new.prefill_rate == pytest.approx(old.prefill_rate, rel=0.5)
+
+
 def test_decode_rate_is_that_of_one_stream() -> None:
     rates = Rates(ClassRates())
     for _ in range(60):
