@@ -62,9 +62,10 @@ def test_three_steps_under_a_running_request(tiny: Callable[..., Path], tmp_path
         engine.use_pack(pack)
     ((_, ready),) = engine.packs.take()
     assert isinstance(ready, PackReady) and ready.seconds >= 0.2
-    if not engine.has_work:
-        engine.add(make_request("c", PROMPT, max_tokens=40))
-        tokens = []
+    while engine.has_work:
+        engine.step()
+    engine.add(make_request("c", PROMPT, max_tokens=40))
+    tokens = []
     for _ in range(6):
         tokens += [token for output in engine.step().outputs for token in output.token_ids]
     engine.use_pack(pack)
