@@ -53,7 +53,7 @@ def test_tiers_are_shown_where_blocks_move(capsys: pytest.CaptureFixture[str]) -
 def test_each_replica_shows_its_pack() -> None:
     with_pack = msgspec.structs.replace(replica("a", "unified"), pack="0123456789abcdef" * 4)
     shown = [
-        dict(zip(ps.COLUMNS, ps.cells(one), strict=True))["pack"]
+        dict(zip(ps.WIDE_COLUMNS, ps.wide_cells(one), strict=True))["pack"]
         for one in (with_pack, replica("b", "unified"))
     ]
     assert shown == ["0123456789ab", "none"]
