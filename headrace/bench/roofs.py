@@ -43,7 +43,8 @@ _GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096), (2048, 2048, 2048))
 def stream_rate(footprint: int, threads: int, *, seconds: float = 1.0) -> tuple[float, str]:
     """Bytes per second of reading ``footprint`` bytes cyclically, and how it was measured."""
     size = footprint // 4096 * 4096
-    memory = mmap.mmap(-1, size)
+    # private: for memory that processes share the kernel gives no huge pages
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     how = ""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
