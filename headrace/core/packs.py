@@ -6,14 +6,23 @@ manifest names with their digests. Its id is the digest of ``pack.json``.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+FORMATS = ("float32", "bfloat16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
+"""Forms of weights that kernels may read: plain numbers, and GGUF's blocks."""
 
 
 class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One kernel of a pack: ``op`` of the table, implemented by ``source`` (a C++ file of the pack).
 
-    It covers steps of at most ``max_rows`` token rows, in the ``phases`` it was judged in; other calls fall
-    through. ``flags`` are compiler flags beside the standard ones.
+    It covers steps of at most ``max_rows`` token rows (0: any number), in the ``phases`` it was judged in;
+    other calls fall through. ``flags`` are compiler flags beside the standard ones.
+
+    ``weight_formats``: what it reads weights in, names of FORMATS; weights that are a mixture of these are
+    covered. ``batch_invariant``: a row's bits depend on nothing else in its call. ``activations`` "int8": for
+    products with blocks it rounds activations to 8 bits in groups of 32.
     """
 
     op: str
@@ -22,7 +31,12 @@ class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     phases: list[str] = msgspec.field(default_factory=lambda: ["decode"])
     max_rows: int = 8
     activation_dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
-    weight_dtype: str = "bfloat16"
+    weight_formats: list[str] = msgspec.field(default_factory=lambda: ["bfloat16"])
+    batch_invariant: bool = False
+    activations: Literal["", "int8"] = ""
+
+    def covers_rows(self, rows: int) -> bool:
+        return rows > 0 and (self.max_rows == 0 or rows <= self.max_rows)
 
 
 class PackConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels.blocks import dense_blocks, read_parts
+
 
 @dataclass(frozen=True)
 class PackedLinear:
@@ -20,6 +22,8 @@ class PackedLinear:
               and ``up``, so that activation and product ride on the two products
     int8      ``weight`` (out, in) int8, symmetric per output channel, and ``scales`` (out,)
     half      only ``few``
+    blocks    ``weight`` (bytes,) uint8: quantized blocks as GGUF files store them (blocks.py); ``formats``
+              names those of its parts. ``dtype`` is that of the activations it was made for
 
     ``few``: FBGEMM's packs, rows below rows, in IEEE half precision, read when a step has few rows
     (float32 in and out). They hold bfloat16 weights exactly down to 6e-5 and to within 3e-8 below.
@@ -36,10 +40,20 @@ class PackedLinear:
     dtype: torch.dtype = torch.float32
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """What a kernel that reads this weight must know to read."""
+        if self.form == "blocks":
+            assert self.weight is not None
+            return tuple(part.format for part in read_parts(self.weight))
+        return ("int8",) if self.form == "int8" else (str(self.dtype).removeprefix("torch."),)
+
+    @property
     def nbytes(self) -> int:
         """Bytes this weight occupies in all its forms, bias and scales included."""
         size = self.in_features * self.out_features
-        total = 0 if self.weight is None else size * self.weight.element_size()
+        total = 0
+        if self.weight is not None:
+            total = self.weight.nbytes if self.form == "blocks" else size * self.weight.element_size()
         total += 0 if self.few is None else size * 2
         for extra in (self.bias, self.scales):
             total += 0 if extra is None else extra.nbytes
@@ -47,12 +61,17 @@ class PackedLinear:
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether this is ``tensor``'s own memory."""
-        return (
-            self.form == "plain" and self.weight is not None and self.weight.data_ptr() == tensor.data_ptr()
-        )
+        held = self.weight if self.form in ("plain", "blocks") else None
+        return held is not None and held.data_ptr() == tensor.data_ptr()
 
     def dense(self) -> Tensor:
-        """The weight as a plain (out_features, in_features) tensor; a copy unless it is plain already."""
+        """The weight as a plain (out_features, in_features) tensor; a copy unless it is plain already.
+
+        Blocks come out as float32, exactly what they say.
+        """
+        if self.form == "blocks":
+            assert self.weight is not None
+            return dense_blocks(self.weight, self.in_features)
         if self.weight is None:
             assert self.few is not None
             parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.few]

@@ -1,36 +1,29 @@
-"""Who may sign a pack: this machine's own key, and the public keys that its operator trusts.
+"""Who may sign a pack: this machine's own key, the public keys that its operator trusts, and the project's.
 
     $XDG_CONFIG_HOME/headrace/keys/    default ~/.config/headrace/keys
     ├── judge.pem                      private, 0600; made when the first pack is signed
     └── trusted/<name>.pub             public keys, PEM; the judge's own is among them
 
-Keys are Ed25519. A key's id is the digest of its raw public bytes, 16 hexadecimal digits.
+The project's own public keys come with the package (``core.signatures.PROJECT_KEYS``).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from pathlib import Path
 
-import msgspec
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from headrace.core.errors import StartupError
+from headrace.core.signatures import PROJECT_KEYS, Signature, check_signature, key_id, read_keys
+
+__all__ = ["Keys", "Signature", "key_folder", "key_id"]
 
 PRIVATE_KEY = "judge.pem"
 TRUSTED = "trusted"
-
-
-class Signature(msgspec.Struct, frozen=True, kw_only=True):
-    """``signature.json`` of a pack: Ed25519 over the bytes of its ``pack.json``, hexadecimal."""
-
-    key: str
-    signature: str
-    algorithm: str = "ed25519"
 
 
 def key_folder() -> Path:
@@ -54,32 +47,12 @@ class Keys:
 
     def trusted(self) -> dict[str, Ed25519PublicKey]:
         """Public keys by id. Raises StartupError for a file there that is no public key."""
-        keys = {}
-        for path in sorted((self.folder / TRUSTED).glob("*.pub")):
-            try:
-                key = serialization.load_pem_public_key(path.read_bytes())
-            except (ValueError, UnsupportedAlgorithm, OSError) as error:
-                raise StartupError(f"{path} is no public key: {error}", hint="remove it") from error
-            if not isinstance(key, Ed25519PublicKey):
-                raise StartupError(f"{path} is not an Ed25519 key", hint="remove it")
-            keys[key_id(key)] = key
-        return keys
+        return read_keys(PROJECT_KEYS) | read_keys(self.folder / TRUSTED)
 
     def check(self, message: bytes, signature: Signature) -> str | None:
         """None if a trusted key signed exactly this, else the reason why it does not count."""
-        if signature.algorithm != "ed25519":
-            return f"signed with {signature.algorithm!r}, only ed25519 counts"
-        key = self.trusted().get(signature.key)
-        if key is None:
-            return (
-                f"its signer, key {signature.key}, is not trusted here "
-                f"(trusted keys are the *.pub files in {self.folder / TRUSTED})"
-            )
-        try:
-            key.verify(bytes.fromhex(signature.signature), message)
-        except (InvalidSignature, ValueError):
-            return f"its signature is not one of key {signature.key} over this pack.json"
-        return None
+        where = f"the *.pub files in {self.folder / TRUSTED}, and the project's own"
+        return check_signature(message, signature, self.trusted(), where)
 
     def _private(self) -> Ed25519PrivateKey:
         path = self.folder / PRIVATE_KEY
@@ -121,8 +94,3 @@ class Keys:
             (trusted / f"judge-{key_id(public)}.pub").unlink()
         finally:
             partial.unlink()
-
-
-def key_id(key: Ed25519PublicKey) -> str:
-    raw = key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-    return hashlib.sha256(raw).hexdigest()[:16]

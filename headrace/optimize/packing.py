@@ -196,8 +196,8 @@ def _covers(new: KernelEntry, old: KernelEntry) -> bool:
         new.op == old.op
         and set(old.phases) <= set(new.phases)
         and set(old.activation_dtypes) <= set(new.activation_dtypes)
-        and old.max_rows <= new.max_rows
-        and old.weight_dtype == new.weight_dtype
+        and (new.max_rows == 0 or 0 < old.max_rows <= new.max_rows)
+        and set(old.weight_formats) <= set(new.weight_formats)
     )
 
 

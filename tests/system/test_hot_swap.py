@@ -126,7 +126,7 @@ def make(home: Home, name: str, extra: str) -> Path:
         phases=["decode", "prefill"],
         max_rows=64,
         activation_dtypes=["float32"],
-        weight_dtype="float32",
+        weight_formats=["float32"],
     )
     (candidate / "head.cpp").write_text(HEAD.replace("EXTRA", extra))
     (candidate / "kernel.json").write_bytes(msgspec.json.encode(entry))

@@ -38,8 +38,9 @@ DTYPES = {
     "int32": 6,
     "int64": 7,
     "bool": 8,
+    "blocks": 9,
 }
-"""``enum hr_dtype`` by torch's names."""
+"""``enum hr_dtype`` by torch's names, and quantized blocks."""
 
 CALL_WORDS = 5
 TENSOR_WORDS = 2 + 2 * MAX_DIMS

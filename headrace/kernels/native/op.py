@@ -49,6 +49,7 @@ from headrace.kernels.weights import (
 
 __all__ = ["NativeKernel", "NativeOp", "make_op"]
 
+_ANY = 1 << 62
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -82,7 +83,7 @@ class NativeOp:
         self._run = kernel.run
         self._fallback = fallback
         self._sets: dict[int, _Bound] = {}
-        self._max_rows = entry.max_rows
+        self._max_rows = entry.max_rows or _ANY
         self._dtypes = {getattr(torch, name) for name in entry.activation_dtypes if name in DTYPES}
         self._decode, self._prefill = "decode" in entry.phases, "prefill" in entry.phases
         self._label = f"headrace::{entry.op}"
@@ -118,7 +119,8 @@ class NativeOp:
         """Makes one set of weights known; False when the kernel does not cover it."""
         if id(found.owner) in self._sets:
             return True
-        if any(str(p.dtype) != f"torch.{self.entry.weight_dtype}" for p in found.linears.values()):
+        formats = {name for packed in found.linears.values() for name in packed.formats}
+        if not formats <= set(self.entry.weight_formats):
             return False
         call = Call(self.signature)
         for name, number in found.ints.items():
@@ -129,6 +131,10 @@ class NativeOp:
         dense |= {slot: tensor.contiguous() for slot, tensor in found.tensors.items()}
         for slot, tensor in dense.items():
             call.set_tensor(slot, tensor)
+        for slot, packed in found.linears.items():
+            if packed.form == "blocks":
+                shape = (packed.out_features, packed.in_features)
+                call.set_array(slot, dense[slot].data_ptr(), "blocks", shape, (0, 0))
         held: tuple[Any, ...] = (found.owner, store, *dense.values())
         if dense and self._kernel.pack is not None:
             if not self._pack(call, store):

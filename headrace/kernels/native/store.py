@@ -46,8 +46,11 @@ class WeightStore:
         self.packed_bytes -= size
 
     def dense(self, packed: PackedLinear) -> Tensor:
-        """The weight as a contiguous (out_features, in_features) tensor, the same one while anybody
-        holds it."""
+        """The weight as a contiguous (out_features, in_features) tensor, or the buffer of its blocks;
+        the same one while anybody holds it."""
+        if packed.form == "blocks":
+            assert packed.weight is not None
+            return packed.weight
         found = self._dense.get(id(packed))
         if found is None:
             found = self._dense[id(packed)] = packed.dense().contiguous()

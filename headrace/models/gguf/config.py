@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from headrace.core.errors import CorruptFileError, UnsupportedModelError
-from headrace.models.gguf.dequantize import dequantize
+from headrace.kernels.dequantize import dequantize
 from headrace.models.gguf.reader import GGUFFile, Tensor, describe
 
 _ATTENTION = {

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from headrace.core.errors import CorruptFileError, ModelNotFoundError, StartupError
+from headrace.kernels.block_layout import BLOCK_SIZES
+from headrace.kernels.dequantize import dequantize, to_bfloat16
 from headrace.models.cache import (
     Progress,
     cache_folder,
@@ -33,8 +35,7 @@ from headrace.models.cache import (
     write_json,
 )
 from headrace.models.gguf.config import MappedModel, WeightSource, interleaved_rows, map_model
-from headrace.models.gguf.dequantize import dequantize, to_bfloat16
-from headrace.models.gguf.reader import BLOCK_SIZES, read_gguf, shard_paths
+from headrace.models.gguf.reader import read_gguf, shard_paths
 from headrace.models.gguf.tokenizer import MappedTokenizer, map_tokenizer
 
 CONVERTER_VERSION = 1

@@ -19,7 +19,6 @@ import os
 import re
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from headrace.kernels.block_layout import BLOCK_SIZES, TensorType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -44,37 +44,6 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
-
-class TensorType(IntEnum):
-    """ggml's numbers of the tensor types that can be dequantized here."""
-
-    F32 = 0
-    F16 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q5_0 = 6
-    Q5_1 = 7
-    Q8_0 = 8
-    Q4_K = 12
-    Q5_K = 13
-    Q6_K = 14
-    BF16 = 30
-
-
-BLOCK_SIZES: dict[TensorType, tuple[int, int]] = {
-    TensorType.F32: (1, 4),
-    TensorType.F16: (1, 2),
-    TensorType.BF16: (1, 2),
-    TensorType.Q4_0: (32, 2 + 16),
-    TensorType.Q4_1: (32, 2 + 2 + 16),
-    TensorType.Q5_0: (32, 2 + 4 + 16),
-    TensorType.Q5_1: (32, 2 + 2 + 4 + 16),
-    TensorType.Q8_0: (32, 2 + 32),
-    TensorType.Q4_K: (256, 2 + 2 + 12 + 128),
-    TensorType.Q5_K: (256, 2 + 2 + 12 + 32 + 128),
-    TensorType.Q6_K: (256, 128 + 64 + 16 + 2),
-}
-"""Elements and bytes of one block."""
 
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",

@@ -126,13 +126,14 @@ def _check_entry(entry: KernelEntry, target: Target, files: list[str]) -> None:
         raise Rejected("malformed", f"{ENTRY_FILE} names {entry.source}, which is not in the folder")
     if not target.module and entry.op != target.op:
         raise Rejected("malformed", f"it implements {entry.op}, wanted is {target.op}")
-    if entry.weight_dtype != target.weight_dtype:
-        raise Rejected("malformed", f"it reads {entry.weight_dtype} weights, wanted is {target.weight_dtype}")
+    if target.weight_dtype not in entry.weight_formats:
+        formats = ", ".join(entry.weight_formats) or "no"
+        raise Rejected("malformed", f"it reads {formats} weights, wanted is {target.weight_dtype}")
     if target.phase not in entry.phases or not set(entry.phases) <= {"prefill", "decode"}:
         raise Rejected("malformed", f"phases are {entry.phases}, wanted is {target.phase}")
     missing = sorted(set(target.activation_dtypes) - set(entry.activation_dtypes))
     unknown = sorted(set(entry.activation_dtypes) - {"float32", "bfloat16"})
     if missing or unknown:
         raise Rejected("malformed", f"activation_dtypes: missing {missing}, unknown {unknown}")
-    if entry.max_rows < 1 or not any(shape.rows <= entry.max_rows for shape in target.shapes):
+    if not any(entry.covers_rows(shape.rows) for shape in target.shapes):
         raise Rejected("malformed", f"max_rows {entry.max_rows} covers none of the target's shapes")

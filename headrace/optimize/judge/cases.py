@@ -81,7 +81,7 @@ class OpProblem:
         pick = random.Random(seed)
         cases = []
         for shape in self.target.shapes:
-            covered = shape.dtype in self.entry.activation_dtypes and shape.rows <= self.entry.max_rows
+            covered = shape.dtype in self.entry.activation_dtypes and self.entry.covers_rows(shape.rows)
             if covered and shape.phase in self.entry.phases:
                 window = self._windows[0]
                 cases.append(

@@ -73,7 +73,7 @@ def default_entry(target: Target, source: str = SOURCE) -> KernelEntry:
         phases=[target.phase],
         max_rows=target.max_rows,
         activation_dtypes=target.activation_dtypes,
-        weight_dtype=target.weight_dtype,
+        weight_formats=[target.weight_dtype],
     )
 
 

@@ -186,7 +186,7 @@ def _candidate(fit: _Fit, target: Target, parameters: Parameters, note: str) -> 
             phases=[target.phase],
             max_rows=target.max_rows,
             activation_dtypes=target.activation_dtypes,
-            weight_dtype=target.weight_dtype,
+            weight_formats=[target.weight_dtype],
         ),
         author="search",
         note=note,

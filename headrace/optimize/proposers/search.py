@@ -85,7 +85,7 @@ class Search:
                 phases=["decode"],
                 max_rows=target.max_rows,
                 activation_dtypes=["float32", "bfloat16"],
-                weight_dtype=target.weight_dtype,
+                weight_formats=[target.weight_dtype],
             ),
             author=self.author,
             note=note,

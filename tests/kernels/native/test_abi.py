@@ -74,7 +74,7 @@ def test_words_and_structures_agree() -> None:
 def test_dtypes_are_the_headers() -> None:
     header = (INCLUDE / "headrace_kernel.h").read_text()
     names = header.partition("enum hr_dtype {")[2].partition("}")[0].replace(" ", "").split(",")
-    ours = ["F32", "BF16", "F16", "F64", "I8", "U8", "I32", "I64", "BOOL"]
+    ours = ["F32", "BF16", "F16", "F64", "I8", "U8", "I32", "I64", "BOOL", "BLOCKS"]
     assert names == [f"HR_{name}" for name in ours]
     assert list(DTYPES.values()) == list(range(len(names)))
 

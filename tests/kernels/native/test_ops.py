@@ -64,7 +64,7 @@ def native(
 ) -> NativeOp:
     """A prepared op that covers everything but for ``conditions``."""
     weight_dtype = str(weights.head.dtype).removeprefix("torch.")
-    entry = {"phases": ["decode", "prefill"], "max_rows": 1000, "weight_dtype": weight_dtype} | conditions
+    entry = {"phases": ["decode", "prefill"], "max_rows": 1000, "weight_formats": [weight_dtype]} | conditions
     made = make_op(kernel, KernelEntry(op=op, source="x.cpp", **entry), fallback)
     made.prepare(weights, WeightStore())
     return made
@@ -309,7 +309,7 @@ def test_not_mine_falls_through_and_failure_is_an_error(
 def test_weights_that_no_kernel_covers(kernel: GetKernel) -> None:
     weights = make_weights("llama", torch.float32)
     with pytest.raises(PackError, match="covers none"):
-        native(kernel("linear"), "linear", weights, weight_dtype="bfloat16")
+        native(kernel("linear"), "linear", weights, weight_formats=["bfloat16"])
     with pytest.raises(PackError, match="no kernel can provide"):
         native(kernel("linear"), "embedding", weights)
 

@@ -237,6 +237,6 @@ def test_refused_by_trust_or_by_the_compiler(write_pack: WritePack) -> None:
     with pytest.raises(CompileError, match=r"broken\.cpp does not compile"):
         load(folder, decoder, base)
     assert not list((folder.parent / "built").iterdir())
-    linear = KernelEntry(op="linear", source="kernels/one/linear.cpp", weight_dtype="float32")
+    linear = KernelEntry(op="linear", source="kernels/one/linear.cpp", weight_formats=["float32"])
     with pytest.raises(PackError, match="covers none"):
         load(write_pack(linear), decoder, base)

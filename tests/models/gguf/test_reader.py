@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from headrace.core.errors import CorruptFileError, HeadraceError, ModelNotFoundError, UnsupportedModelError
+from headrace.kernels.block_layout import TensorType
 from headrace.models.gguf.config import map_model
-from headrace.models.gguf.reader import TensorType, read_gguf
+from headrace.models.gguf.reader import read_gguf
 from headrace.models.gguf.tokenizer import map_tokenizer
 from tests.models.gguf.files import MODELS, tiny_model, write_model
 

@@ -76,8 +76,8 @@ def test_refuses_where_nothing_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ({"source": "other.cpp"}, "other.cpp"),
         ({"phases": ["prefill"]}, "phases"),
         ({"activation_dtypes": ["bfloat16"]}, "float32"),
-        ({"max_rows": 0}, "max_rows"),
-        ({"weight_dtype": "int8"}, "int8"),
+        ({"max_rows": -1}, "max_rows"),
+        ({"weight_formats": ["q8_0"]}, "q8_0"),
     ],
 )
 def test_malformed(changes: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.models.gguf.dequantize import PIECE_ELEMENTS, dequantize, to_bfloat16
-from headrace.models.gguf.reader import BLOCK_SIZES, TensorType
+from headrace.kernels.block_layout import BLOCK_SIZES, TensorType
+from headrace.kernels.dequantize import PIECE_ELEMENTS, dequantize, to_bfloat16
 
 # Where a block keeps its float16 scales.
 SCALES = {

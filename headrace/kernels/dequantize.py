@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from headrace.models.gguf.reader import BLOCK_SIZES, Bytes, TensorType
+from headrace.kernels.block_layout import BLOCK_SIZES, TensorType
 
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 Bits: TypeAlias = "npt.NDArray[np.uint16]"
 PIECE_ELEMENTS = 1 << 16
