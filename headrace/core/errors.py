@@ -16,9 +16,11 @@
         ├── UnsupportedModelError         500  server_error                1
         ├── CorruptFileError              500  server_error                1
         ├── InsufficientMemoryError       500  server_error                1
+        ├── RecordError                   500  server_error                1
         └── PackError                     500  server_error                1
             ├── CompilerMissingError      500  server_error                1
-            └── CompileError              500  server_error                1
+            ├── CompileError              500  server_error                1
+            └── NothingCoveredError       500  server_error                1
 
 A message says what was needed and what there was; ``hint`` says what to change. ``param`` names the
 request field or the flag at fault, ``code`` is a stable word for programs.
@@ -163,6 +165,13 @@ class InsufficientMemoryError(StartupError):
     default_code = "insufficient_memory"
 
 
+class RecordError(StartupError):
+    """A recorded answer that cannot be replayed here: unknown, damaged, or made with other weights or
+    kernels."""
+
+    default_code = "record_refused"
+
+
 class PackError(StartupError):
     """A pack that cannot be used here: damaged, not trusted, or made for another machine or model."""
 
@@ -179,3 +188,7 @@ class CompileError(PackError):
     """The compiler does not take a kernel's source or flags."""
 
     default_code = "compile_error"
+
+
+class NothingCoveredError(PackError):
+    """A kernel covers none of a model's weights: their formats or shapes."""

@@ -10,8 +10,16 @@ from typing import Literal
 
 import msgspec
 
+AUTO, NONE = "auto", "none"
+"""What the setting ``pack`` may be instead of a folder: the best shipped one that fits, stock operators."""
+
 FORMATS = ("float32", "bfloat16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
 """Forms of weights that kernels may read: plain numbers, and GGUF's blocks."""
+
+
+def explicit_pack(setting: str) -> str:
+    """The folder that a setting names; empty: none is named."""
+    return "" if setting in (AUTO, NONE) else setting
 
 
 class KernelEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -26,7 +26,8 @@ from headrace.core.control import (
 from headrace.core.errors import CompilerMissingError
 from headrace.core.packs import KernelEntry, PackConditions
 from headrace.kernels.native.build import find_compiler
-from headrace.kernels.native.pack import build_pack, read_manifest
+from headrace.kernels.native.build_cache import build_pack
+from headrace.kernels.native.pack import read_manifest
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.keys import Keys
 from headrace.optimize.packing import Winner, make_pack, pack_id

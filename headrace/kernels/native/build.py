@@ -7,6 +7,7 @@ loader would hand back the first).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -49,7 +50,8 @@ def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_
 
     ``flags`` come after STANDARD_FLAGS. The compiler is $CXX, else g++, else clang++; it runs at low
     priority, since a server may be computing beside it. Raises CompilerMissingError; CompileError with the
-    compiler's first lines, for a flag that is not allowed, and when it takes longer than ``timeout_s``.
+    compiler's first lines, for a flag that is not allowed, and when it takes longer than ``timeout_s``;
+    OSError where ``folder`` cannot be written.
     """
     check_flags(flags)
     compiler = find_compiler()
@@ -66,6 +68,8 @@ def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_
         status, output = _run(command, scratch, timeout_s)
         if status is None:
             raise CompileError(f"{source.name}: the compiler took longer than {timeout_s:g} s")
+        if status != 0 and "No space left on device" in output:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if status != 0:
             raise CompileError(f"{source.name} does not compile:\n{first_errors(output)}")
         os.replace(built, target)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from headrace.core.errors import EngineError, PackError
+from headrace.core.errors import EngineError, NothingCoveredError, PackError
 from headrace.core.packs import KernelEntry
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
@@ -104,16 +104,21 @@ class NativeOp:
         beneath: int = getattr(self._fallback, "nbytes", 0)
         return self._nbytes + beneath
 
+    def covers(self, owner: object) -> bool:
+        """Whether it, or a native op beneath it, was prepared for the set of weights of this record."""
+        beneath = self._fallback.covers(owner) if isinstance(self._fallback, NativeOp) else False
+        return id(owner) in self._sets or beneath
+
     def prepare(self, weights: DecoderWeights, store: WeightStore) -> None:
         """Packs all sets of a model's weights, in the order in which a step reads them.
 
-        Raises PackError when the kernel covers none of them, or fails on one.
+        Raises NothingCoveredError when the kernel covers none of them, PackError when it fails on one.
         """
         sets = weight_sets(self.entry.op, weights)
         for found in sets:
             self.bind(found, store)
         if not self._sets and self.signature.names("weight"):
-            raise PackError(f"the kernel for {self.entry.op} covers none of the model's weights")
+            raise NothingCoveredError(f"the kernel for {self.entry.op} covers none of the model's weights")
 
     def bind(self, found: WeightSet, store: WeightStore) -> bool:
         """Makes one set of weights known; False when the kernel does not cover it."""

@@ -1,7 +1,7 @@
 """From a pack's folder to a table in which its kernels run.
 
     check    the pack's files are those of its manifest, this machine and model are those it was made for
-    build    each source, from a private copy of what was checked (build.py)
+    build    each source, from a private copy of what was checked (build_cache.py)
     bind     each kernel to the model's weights, packed as it likes (op.py)
 
 Nothing of the model or of the table in use changes, so this may run in a thread beside the step loop.
@@ -10,20 +10,18 @@ Nothing of the model or of the table in use changes, so this may run in a thread
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
 
-from headrace.core.errors import PackError
-from headrace.core.packs import KernelEntry, PackConditions, PackManifest
-from headrace.kernels.native.build import compile_kernel, cpu_features
+from headrace.core.errors import NothingCoveredError, PackError
+from headrace.core.packs import PackConditions, PackManifest
+from headrace.kernels.native.build import cpu_features
+from headrace.kernels.native.build_cache import built
 from headrace.kernels.native.op import NativeKernel, make_op
 from headrace.kernels.native.store import WeightStore
 from headrace.kernels.table import OpTable
@@ -56,7 +54,7 @@ def load_pack(
     ``model`` is a Decoder. ``trusted`` is called with the folder before anything is compiled and raises
     PackError when its signature does not hold; None: the caller has checked it. Libraries are kept in
     ``build_folder`` (default: the user's cache). ``OpTable.nbytes`` of the result is the memory that the
-    kernels' forms of the weights take.
+    kernels' forms of the weights take. A kernel that covers none of the weights is left out.
 
     Raises PackError: a file that is missing or not the manifest's, another machine, dtype or model; its
     children for a source that does not compile and for a machine without compiler.
@@ -73,15 +71,21 @@ def load_pack(
     dtype = str(weights.layers[0].attention.qkv.dtype).removeprefix("torch.")
     form = "int8" if any(layer.mlp.down.form == "int8" for layer in weights.layers) else dtype
     check_conditions(manifest.conditions, dtype=form, dims=model.dims)
-    libraries = build_pack(folder, manifest, build_folder or default_build_folder())
     store = WeightStore()
     ops: dict[str, Callable[..., Any]] = {}
-    with torch.inference_mode():
+    uncovered: list[PackError] = []
+    with built(folder, manifest, build_folder) as libraries, torch.inference_mode():
         # of several kernels for one op the manifest's last is asked first, and base's op at the end
         for entry, library in zip(manifest.kernels, libraries, strict=True):
             op = make_op(NativeKernel(library), entry, ops.get(entry.op) or base.unbound(entry.op))
-            op.prepare(weights, store)
-            ops[entry.op] = op
+            try:
+                op.prepare(weights, store)
+            except NothingCoveredError as error:
+                uncovered.append(error)
+            else:
+                ops[entry.op] = op
+    if not ops:
+        raise uncovered[0]
     return base.replace(source=pack_id, **ops)
 
 
@@ -128,58 +132,3 @@ def check_conditions(conditions: PackConditions, *, dtype: str, dims: Mapping[st
                 f"the pack is for a model whose {name} is {needed}, "
                 f"this model's is {dims.get(name, 'unknown')}"
             )
-
-
-def build_pack(folder: Path, manifest: PackManifest, build_folder: Path) -> list[Path]:
-    """A library for each of the manifest's kernels, in order. Checks every file's digest first.
-
-    Raises PackError and its children.
-    """
-    contents = {name: _read_checked(folder, name, digest) for name, digest in manifest.files.items()}
-    for entry in manifest.kernels:
-        if entry.source not in contents:
-            raise PackError(f"the pack's manifest has no file {entry.source!r}, its source for {entry.op}")
-    try:
-        build_folder.mkdir(parents=True, exist_ok=True)
-        # what is compiled is what was checked, whatever happens to the folder meanwhile
-        copy = Path(tempfile.mkdtemp(prefix=".pack-", dir=build_folder))
-    except OSError as error:
-        raise PackError(
-            f"kernels cannot be built in {build_folder}: {error.strerror}", hint="set XDG_CACHE_HOME"
-        ) from None
-    try:
-        for name, content in contents.items():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes(content)
-        return [_build(copy, entry, build_folder) for entry in manifest.kernels]
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
-
-
-def default_build_folder() -> Path:
-    """$XDG_CACHE_HOME/headrace/kernels, or the same below ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "headrace" / "kernels"
-
-
-def _build(copy: Path, entry: KernelEntry, build_folder: Path) -> Path:
-    return compile_kernel(copy / entry.source, entry.flags, build_folder)
-
-
-def _read_checked(folder: Path, name: str, digest: str) -> bytes:
-    path, pure = folder / name, PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-        raise PackError(f"the pack's manifest names {name!r}, which is no path inside the pack")
-    try:
-        if path.is_symlink() or not path.is_file():
-            raise PackError(f"the pack's file {name} is missing, or no plain file")
-        content = path.read_bytes()
-    except OSError as error:
-        raise PackError(f"the pack's file {name} cannot be read: {error.strerror}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != digest:
-        raise PackError(
-            f"the pack's file {name} is not the one that was judged: "
-            f"its digest is {found[:12]}…, the manifest says {digest[:12]}…"
-        )
-    return content

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.cache import LayerKV
+from headrace.kernels.native.build_cache import build_pack, default_build_folder
 from headrace.kernels.native.op import NativeKernel, make_op
-from headrace.kernels.native.pack import build_pack, default_build_folder, read_manifest
+from headrace.kernels.native.pack import read_manifest
 from headrace.kernels.native.signature import ACTIVATIONS
 from headrace.kernels.native.store import WeightStore
 from headrace.kernels.native.weight_sets import (
@@ -35,14 +36,24 @@ from headrace.kernels.weights import (
     Norm,
     PackedLinear,
 )
-from headrace.optimize.judge.problem import Tensors
+from headrace.optimize.judge.problem import Tensors, TensorSpec
 
 Numbers = Mapping[str, Any]
 
 
-def weight_record(op: str, table: OpTable, weights: Tensors, ints: Numbers, floats: Numbers) -> Any:
+def weight_record(
+    op: str,
+    table: OpTable,
+    weights: Tensors,
+    ints: Numbers,
+    floats: Numbers,
+    in_blocks: Mapping[str, TensorSpec] | None = None,
+) -> Any:
     """What the op's calls are made with: a PackedLinear, Norm, AttentionSpec, MLPWeights, AttentionWeights or
-    LayerWeights in ``table``'s own form; None for ops without weights."""
+    LayerWeights in ``table``'s own form; None for ops without weights. ``in_blocks``: slots whose tensor is a
+    buffer of blocks, where it is one."""
+    if in_blocks:
+        table = _taking_blocks(table, weights, in_blocks)
     if op in ("linear", "gated_linear", "logits_head"):
         hints = {"gated": op == "gated_linear", "few_rows": op == "logits_head"}
         return table.pack_linear(weights["weight"], weights.get("bias"), **hints)
@@ -170,6 +181,31 @@ def _mlp(table: OpTable, weights: Tensors, ints: Numbers) -> MLPWeights:
     gate_up: PackedLinear = table.pack_linear(weights["gate_up"], weights.get("gate_up_bias"), gated=True)
     down = table.pack_linear(weights["down"], weights.get("down_bias"))
     return MLPWeights(gate_up, down, ACTIVATIONS[ints["activation"]])
+
+
+def _taking_blocks(table: OpTable, weights: Tensors, in_blocks: Mapping[str, TensorSpec]) -> OpTable:
+    """``table``, which keeps buffers of blocks as they are."""
+    matrices = {weights[slot].data_ptr(): spec.matrix for slot, spec in in_blocks.items()}
+
+    def pack(weight: Tensor, bias: Tensor | None = None, **hints: bool) -> PackedLinear:
+        if weight.dtype is not torch.uint8:
+            return table.pack_linear(weight, bias, **hints)
+        rows, in_features = matrices[weight.data_ptr()]
+        return PackedLinear("blocks", in_features, rows, weight, bias, dtype=torch.bfloat16)
+
+    return table.replace(pack_linear=pack)
+
+
+def narrowed(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """float32 tensors as copies in ``dtype``, others as they are."""
+    return {
+        name: each.to(dtype) if each.dtype is torch.float32 else each for name, each in tensors.items()
+    }
+
+
+def any_rows_wide(pack: str) -> bool:
+    """Whether with the pack in this folder steps of any number of rows are float32."""
+    return bool(pack) and any(entry.batch_invariant for entry in read_manifest(Path(pack))[0].kernels)
 
 
 def widened(tensors: Tensors) -> Tensors:

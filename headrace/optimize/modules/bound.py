@@ -16,8 +16,8 @@ from headrace.core.errors import PackError
 from headrace.core.packs import KernelEntry
 from headrace.kernels.native.abi import DONE, NOT_MINE, Call
 from headrace.kernels.native.build import compile_kernel
+from headrace.kernels.native.build_cache import default_build_folder
 from headrace.kernels.native.library import NativeKernel
-from headrace.kernels.native.pack import default_build_folder
 from headrace.kernels.native.signature import Signature, Slot
 from headrace.optimize.digest import ENTRY_FILE
 from headrace.optimize.modules.source import state
