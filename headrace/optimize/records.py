@@ -37,6 +37,7 @@ Reason = Literal[
     "still_running",  # work goes on after the call returned
     "too_fast",  # beyond the measured roof
     "declined",  # HR_NOT_MINE on a call that it declared to cover
+    "not_invariant",  # a row's bits depend on the rest of its call
     "environment_touched",  # rounding mode, files, the judge's own memory
     "not_run_here",  # no such device
 ]
@@ -168,7 +169,11 @@ class ModuleCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What a round is after: an op of the table (or ``module`` for a user's own), with the shapes that it
-    must cover and the gain that its roof promises."""
+    must cover and the gain that its roof promises.
+
+    ``weight_dtype`` is the model's own; ``weight_formats`` those of its matrices where they are blocks, the
+    first of most, the last of values and of what leads back down. ``norm_dtype``: of norms, empty: as others.
+    """
 
     op: str
     model: str
@@ -186,6 +191,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     module: str = ""  # path.py:Class of a user's module
     call: ModuleCall | None = None  # and how it is called
+    weight_formats: list[str] = []
+    norm_dtype: str = ""
+
+    @property
+    def formats(self) -> list[str]:
+        """What a kernel must be able to read its matrices in."""
+        return self.weight_formats or [self.weight_dtype]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -186,7 +186,8 @@ class _Timing:
         truth = self._problem.reference(case, weights, before)
         stock = self._problem.stock(case, weights, before)
         for slot, true in truth.items():
-            off, allowed = error(after[slot], true), limit(error(stock[slot], true), after[slot].dtype)
+            kind = case.precision or after[slot].dtype
+            off, allowed = error(after[slot], true), limit(error(stock[slot], true), kind)
             if off > allowed:
                 detail = (
                     f"{slot} is off by {off:.3g} while it was timed, allowed is {allowed:.2g} ({case.name})"

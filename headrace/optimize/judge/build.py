@@ -126,12 +126,18 @@ def _check_entry(entry: KernelEntry, target: Target, files: list[str]) -> None:
         raise Rejected("malformed", f"{ENTRY_FILE} names {entry.source}, which is not in the folder")
     if not target.module and entry.op != target.op:
         raise Rejected("malformed", f"it implements {entry.op}, wanted is {target.op}")
-    if target.weight_dtype not in entry.weight_formats:
-        formats = ", ".join(entry.weight_formats) or "no"
-        raise Rejected("malformed", f"it reads {formats} weights, wanted is {target.weight_dtype}")
+    if not set(target.formats) <= set(entry.weight_formats):
+        formats, wanted = ", ".join(entry.weight_formats) or "no", ", ".join(target.formats)
+        raise Rejected("malformed", f"it reads {formats} weights, wanted is {wanted}")
+    if entry.batch_invariant and target.module:
+        raise Rejected(
+            "malformed", "it says batch_invariant, and a module's calls have no rows to tell apart"
+        )
     if target.phase not in entry.phases or not set(entry.phases) <= {"prefill", "decode"}:
         raise Rejected("malformed", f"phases are {entry.phases}, wanted is {target.phase}")
-    missing = sorted(set(target.activation_dtypes) - set(entry.activation_dtypes))
+    # with a kernel that is the same at any number of rows, all steps are float32
+    needed = {"float32"} if entry.batch_invariant else set(target.activation_dtypes)
+    missing = sorted(needed - set(entry.activation_dtypes))
     unknown = sorted(set(entry.activation_dtypes) - {"float32", "bfloat16"})
     if missing or unknown:
         raise Rejected("malformed", f"activation_dtypes: missing {missing}, unknown {unknown}")

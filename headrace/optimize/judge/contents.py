@@ -70,6 +70,15 @@ def fill_weight(tensor: Tensor, seed: int) -> None:
         done += len(part)
 
 
+def nudge_weight(tensor: Tensor, seed: int) -> None:
+    """Changes two elements of every row, as ``nudge_rows``, by a weight's own measure."""
+    random = generator(seed)
+    width = tensor.shape[-1]
+    places = torch.randint(width // 4, max(width // 4 + 1, 3 * width // 4), (2,), generator=random)
+    change = (3.0 + torch.rand(tensor[..., places].shape, generator=random)) / math.sqrt(width)
+    tensor[..., places] = (tensor[..., places].float() + change).to(tensor.dtype)
+
+
 def fill_gain(tensor: Tensor, offset: float, seed: int) -> None:
     """A norm's weights, around 1 less their offset."""
     tensor.copy_(1.0 - offset + 0.2 * torch.randn(tensor.shape, generator=generator(seed)))

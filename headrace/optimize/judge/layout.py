@@ -233,8 +233,9 @@ def _record(place: Place | None) -> bytes:
     if place is None or place.region == NONE:
         return struct.pack(f"={_RECORD_WORDS}q", NONE, 0, 0, 0, -1, *([0] * (_RECORD_WORDS - 5)))
     spec = place.spec
-    shape, stride = (tuple(each) + (0,) * (MAX_DIMS - len(each)) for each in (spec.shape, spec.strides))
-    dtype = DTYPES[str(spec.dtype).removeprefix("torch.")]
+    dtype = DTYPES["blocks" if spec.parts else str(spec.dtype).removeprefix("torch.")]
+    told = (spec.matrix, (0, 0)) if spec.parts else (spec.shape, spec.strides)
+    shape, stride = (tuple(each) + (0,) * (MAX_DIMS - len(each)) for each in told)
     head = (
         place.region,
         _ROLES[spec.role],
@@ -242,7 +243,7 @@ def _record(place: Place | None) -> bytes:
         spec.nbytes,
         place.snapshot,
         dtype,
-        len(spec.shape),
+        len(told[0]),
     )
     return struct.pack(f"={_RECORD_WORDS}q", *head, *shape, *stride)
 

@@ -198,9 +198,7 @@ def _taking_blocks(table: OpTable, weights: Tensors, in_blocks: Mapping[str, Ten
 
 def narrowed(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """float32 tensors as copies in ``dtype``, others as they are."""
-    return {
-        name: each.to(dtype) if each.dtype is torch.float32 else each for name, each in tensors.items()
-    }
+    return {name: each.to(dtype) if each.dtype is torch.float32 else each for name, each in tensors.items()}
 
 
 def any_rows_wide(pack: str) -> bool:

@@ -24,13 +24,19 @@ CONTENTS = ("normal", "heavy", "structured", "large")
 @dataclass(frozen=True)
 class TensorSpec:
     """One slot of a call. ``stride`` counts elements, None: contiguous; gaps between rows are not the
-    kernel's and must stay as they are."""
+    kernel's and must stay as they are.
+
+    A weight in quantized blocks is a buffer of bytes (kernels/block_layout.py): ``parts`` are formats and
+    rows, ``matrix`` is the weight's own shape, which the kernel is told.
+    """
 
     slot: str
     role: Role
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    parts: tuple[tuple[str, int], ...] = ()
+    matrix: tuple[int, int] = (0, 0)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -57,7 +63,7 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Case:
     """One call. ``content`` and ``seed`` fix what its tensors hold; ``plan`` is the problem's own (which
-    sequences, in which blocks)."""
+    sequences, in which blocks). ``precision``: what it may be as inexact as, None: each slot's own dtype."""
 
     shape: CallShape
     tensors: tuple[TensorSpec, ...]
@@ -66,6 +72,7 @@ class Case:
     content: str = "normal"
     seed: int = 0
     plan: Any = None
+    precision: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -104,6 +111,10 @@ class Problem(Protocol):
 
     def nudge(self, case: Case, tensors: Tensors, seed: int) -> None:
         """Changes the inputs in few places, so that the answer changes well beyond its tolerance."""
+        ...
+
+    def nudge_weights(self, weights: Tensors, seed: int) -> bool:
+        """As ``nudge``, for a set of weights; False where they are not free to change."""
         ...
 
     def reference(self, case: Case, weights: Tensors, tensors: Tensors) -> Tensors:

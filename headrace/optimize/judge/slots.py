@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.block_layout import lay_out
 from headrace.kernels.native.signature import SIGNATURES
 from headrace.optimize.judge.problem import TensorSpec
 
@@ -37,16 +38,49 @@ def weight_shapes(op: str, dims: Mapping[str, int]) -> dict[str, Shape]:
     return found
 
 
+MATRICES = ("weight", "qkv", "o", "gate_up", "down")
+
+
 def weight_specs(
-    op: str, dims: Mapping[str, int], present: frozenset[str], dtype: torch.dtype
+    op: str,
+    dims: Mapping[str, int],
+    present: frozenset[str],
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype | None = None,
+    formats: Sequence[str] = (),
 ) -> list[TensorSpec]:
-    """The weight slots that the model's call fills, in the signature's order."""
+    """The weight slots that the model's call fills, in the signature's order.
+
+    ``norm_dtype`` None: as the others. ``formats`` of the matrices where these are in blocks.
+    """
     shapes = weight_shapes(op, dims)
-    return [
-        TensorSpec(slot.name, slot.role, dtype, shapes[slot.name])
-        for slot in SIGNATURES[op].slots
-        if slot.role == "weight" and (not slot.optional or slot.name in present)
-    ]
+    found = []
+    for slot in SIGNATURES[op].slots:
+        if slot.role != "weight" or (slot.optional and slot.name not in present):
+            continue
+        shape, kind = shapes[slot.name], dtype
+        if slot.name in MATRICES and op != "rms_norm" and formats:
+            found.append(_in_blocks(slot.name, shape, dims, formats))
+            continue
+        if norm_dtype is not None and (op == "rms_norm" or slot.name.endswith("_norm")):
+            kind = norm_dtype
+        found.append(TensorSpec(slot.name, slot.role, kind, shape))
+    return found
+
+
+def _in_blocks(slot: str, shape: Shape, dims: Mapping[str, int], formats: Sequence[str]) -> TensorSpec:
+    """Queries and keys in the first format and values in the last, as files that mix formats have them; what
+    leads down in the last, all else in the first."""
+    rows, in_features = shape
+    parts = [(formats[-1] if slot == "down" else formats[0], rows)]
+    if slot == "qkv":
+        heads, kv_heads, width = dims["num_heads"], dims["num_kv_heads"], dims["head_dim"]
+        sizes = (heads * width, kv_heads * width, kv_heads * dims["v_head_dim"])
+        parts = [(name, size) for name, size in zip((*formats[:1] * 2, formats[-1]), sizes, strict=True)]
+    if slot == "gate_up":
+        parts = [(formats[0], rows // 2)] * 2
+    _, nbytes = lay_out(parts, in_features)
+    return TensorSpec(slot, "weight", torch.uint8, (nbytes,), None, tuple(parts), (rows, in_features))
 
 
 def call_specs(

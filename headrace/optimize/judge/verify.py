@@ -3,7 +3,8 @@
 each case           poisoned outputs, one call; copies taken as it returns are compared with float64
 again               the same bits must come out
 many calls          so that what is skipped later is skipped by now
-fresh content       new weights, inputs and caches in the same places; then a few elements changed
+fresh content       new weights, inputs and caches in the same places; then a few elements of inputs changed,
+                    then of weights
 """
 
 from __future__ import annotations
@@ -192,8 +193,24 @@ class _Check:
             self._problem.nudge(self._layout.cases[index], self._layout.call(index), self._seed + 77 + index)
             self._expect(index)
             self._fresh(index, "a few elements changed")
+        self._nudge_weights()
         self._settle(order)
         return errors
+
+    def _nudge_weights(self) -> None:
+        layout, count = self._layout, len(self._layout.cases)
+        nudged = [
+            self._problem.nudge_weights(layout.weights(index), self._seed + 7777 + 100 * index)
+            for index in range(layout.num_sets)
+        ]
+        if not any(nudged):
+            return
+        self._weights = [layout.weights(index) for index in range(layout.num_sets)]
+        self._runner.pack()
+        for index in sorted({self._seed % count, self._seed // 7 % count, count - 1}):
+            self._restore(index)
+            self._expect(index)
+            self._fresh(index, "a few elements of the weights changed")
 
     def _fill(self, generation: int) -> None:
         """All weights and inputs anew; the kinds of content stay, the numbers do not."""
@@ -212,7 +229,7 @@ class _Check:
         truth = self._problem.reference(case, weights, tensors)
         stock = self._problem.stock(case, weights, tensors)
         off = {slot: error(stock[slot], truth[slot]) for slot in truth}
-        limits = {slot: limit(off[slot], tensors[slot].dtype) for slot in truth}
+        limits = {slot: limit(off[slot], case.precision or tensors[slot].dtype) for slot in truth}
         before = {slot: tensors[slot] for slot in case.slots("inout")}
         self._expected[index] = _Expected(before, truth, limits, off)
 

@@ -99,6 +99,9 @@ class ModuleProblem:
             if tensors[slot].is_floating_point():
                 contents.nudge_rows(rows_of(tensors[slot]), seed)
 
+    def nudge_weights(self, weights: Tensors, seed: int) -> bool:
+        return False  # a module's parameters may be bound to each other
+
     def reference(self, case: Case, weights: Tensors, tensors: Tensors) -> Tensors:
         return self._run(case, weights, tensors, wide=True)
 
