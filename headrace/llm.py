@@ -104,6 +104,11 @@ class LLM:
         )
         self._ids = itertools.count()
 
+    @property
+    def kernels(self) -> str:
+        """Which kernels run, and why."""
+        return self.engine.kernels
+
     def __enter__(self) -> LLM:
         return self
 

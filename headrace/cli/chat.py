@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", default=os.environ.get("HEADRACE_API_KEY", ""), help="its key [HEADRACE_API_KEY]"
     )
+    parser.add_argument(
+        "--pack", default=None, metavar="PACK", help="kernels of a server that is started; as for serve"
+    )
     parser.add_argument("--system", default=None, metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="FLOAT")
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="INT")
@@ -52,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         url = arguments.url or DEFAULT_URL
         wants_own = arguments.model is not None and arguments.url is None
         if wants_own or (arguments.url is None and not asyncio.run(_answers(url))):
-            url = stack.enter_context(_own_server(arguments.model, arguments.api_key, printer))
+            url = stack.enter_context(_own_server(arguments.model, arguments.api_key, arguments.pack))
         return asyncio.run(_Conversation(url.rstrip("/"), arguments, printer).loop())
 
 
@@ -179,7 +182,7 @@ async def _answers(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def _own_server(model: str | None, api_key: str, printer: Printer) -> Iterator[str]:
+def _own_server(model: str | None, api_key: str, pack: str | None) -> Iterator[str]:
     """Starts `headrace serve` on a free port and ends it afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -196,7 +199,7 @@ def _own_server(model: str | None, api_key: str, printer: Printer) -> Iterator[s
     ]
     environment = os.environ | ({"HEADRACE_API_KEY": api_key} if api_key else {})
     server = subprocess.Popen(
-        command + ([model] if model else []),
+        [*command, *(["--pack", pack] if pack else []), *([model] if model else [])],
         env=environment,
         stdin=subprocess.DEVNULL,
         process_group=0,

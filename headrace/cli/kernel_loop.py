@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.cli.packs import roll_out
-from headrace.core.errors import StartupError, UsageError
+from headrace.core.errors import PackError, StartupError, UsageError
 from headrace.core.knobs import EngineConfig
-from headrace.core.packs import PackConditions
+from headrace.core.packs import NONE, PackConditions
 from headrace.models.config import DecoderConfig, DecoderShape
 from headrace.models.families import covers, read_config
 from headrace.models.fields import read_json
@@ -27,7 +27,7 @@ from headrace.optimize.loop import Judged, Limits, Loop, Stages
 from headrace.optimize.packing import SIGNATURE, Winner, make_pack
 from headrace.optimize.proposal import Proposer
 from headrace.optimize.records import KernelProfile, Published, RolloutRecord, Target
-from headrace.optimize.registry import Registry
+from headrace.optimize.registry import Listed, Registry
 from headrace.optimize.rounds import Round, RoundEnd, RoundStore
 from headrace.optimize.targets import Tried, find_targets
 from headrace.optimize.watch import Budget, latest_profile, watch
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 PROFILE_S = 12.0
 """Seconds of passes over the workload."""
 
-NONE = "none"
 RELEVANT_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16",
                      "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")  # fmt: skip
 """What kernels are written for: a pack runs only where those of the machine that judged it are all there."""
@@ -81,6 +80,7 @@ class KernelLoop:
         self._store = RoundStore(rounds_dir)
         self._keys = Keys()
         self._registry = Registry(registry_url, keys=self._keys)
+        self._shipped = _shipped_folders(engine)
         self._base = self._find_base(base)
 
     def run(self, rounds: int, *, fresh: bool = False, minutes: float | None = None) -> list[RoundEnd]:
@@ -137,7 +137,7 @@ class KernelLoop:
             judge=partial(self._judge, end_to_end=False),
             confirm=partial(self._judge, end_to_end=True),
             publish=self._publish,
-            pack_folder=self._registry.fetch,
+            pack_folder=self._fetch,
             rollout=None if self._port is None else self._roll_out,
         )
 
@@ -145,7 +145,7 @@ class KernelLoop:
         from headrace.llm import LLM
         from headrace.optimize.profile.collect import profile_engine
 
-        knobs = {**msgspec.structs.asdict(self._engine), "pack": str(base) if base is not None else None}
+        knobs = {**msgspec.structs.asdict(self._engine), "pack": str(base) if base is not None else NONE}
         with LLM(self._model, **knobs) as llm:
             profile = profile_engine(llm.engine, self._requests(), model=self._model, seconds=PROFILE_S)
         del llm
@@ -221,14 +221,20 @@ class KernelLoop:
         )
 
     def _pack_folder(self, pack: str) -> Path | None:
-        return self._registry.fetch(pack) if pack else None
+        return self._fetch(pack) if pack else None
+
+    def _fetch(self, pack: str) -> Path:
+        """The folder of a pack that ships, or of one in the registry, checked."""
+        return self._shipped[pack] if pack in self._shipped else self._registry.fetch(pack)
 
     def _find_base(self, base: str) -> str:
-        """The id of the pack to begin from; ``latest``: the newest that suits this model and machine."""
+        """The id of the pack to begin from; ``latest``: the newest of the registry that suits this model and
+        machine and builds on what ships, else what ships."""
         if base == NONE:
             return ""
         if base != "latest":
             return self._registry.find(base).id
+        ships = next(iter(self._shipped), "")
         from headrace.kernels.native.build import cpu_features
 
         shapes, there = DecoderShape.of(self._config).as_dict(), cpu_features()
@@ -237,8 +243,26 @@ class KernelLoop:
             if conditions.shapes == shapes and set(conditions.cpu_features) <= there:
                 try:
                     self._registry.fetch(listed.id)
+                    if ships and not self._builds_on(listed, ships):
+                        raise PackError(f"it does not build on pack {ships[:12]}, which ships")
                 except StartupError as error:
                     self._say(f"pack {listed.id[:12]} is passed over: {error.message}")
                     continue
                 return listed.id
-        return ""
+        return ships
+
+    def _builds_on(self, listed: Listed, base: str) -> bool:
+        by_id = {one.id: one.manifest.builds_on for one in self._registry.packs()}
+        pack = listed.manifest.builds_on
+        while pack and pack != base:
+            pack = by_id.get(pack, "")
+        return pack == base
+
+
+def _shipped_folders(engine: EngineConfig) -> dict[str, Path]:
+    """Shipped packs that a server would take by itself, by id, the best first."""
+    from headrace.kernels.native.shipped import find_shipped, shipped_folder
+
+    dtype = "float32" if engine.dtype == "float32" else "bfloat16"
+    found, _ = find_shipped(shipped_folder())
+    return {pack.pack_id: pack.folder for pack in found if pack.manifest.conditions.dtype == dtype}

@@ -13,6 +13,7 @@ from headrace.cli.flags import add_flags, load_config
 from headrace.cli.rounds import add_rounds_dir
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig, GatewayConfig
+from headrace.core.packs import AUTO
 
 if TYPE_CHECKING:
     from headrace.optimize.loop import Limits
@@ -118,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
             f"--quantization {engine.quantization}: kernels are judged on weights as they were loaded",
             hint="leave out --quantization",
         )
-    if engine.pack:
+    if engine.pack != AUTO:
         raise UsageError("optimize builds on --base, not on --pack", hint="--base takes a pack's id")
     port = _port(arguments.rollout)
     from headrace.kernels.native.build import find_compiler

@@ -14,6 +14,7 @@ from headrace.cli.flags import add_flags, load_config
 from headrace.cli.pack_check import check_pack
 from headrace.core.errors import UsageError
 from headrace.core.knobs import EngineConfig
+from headrace.core.packs import explicit_pack
 from headrace.core.request import SamplingParams
 
 SAMPLING_FLAGS = {
@@ -60,14 +61,15 @@ def main(arguments: argparse.Namespace) -> int:
             "--system needs the chat template, which --raw leaves out", hint="drop one of the two"
         )
 
-    if engine.pack:
-        check_pack(Path(engine.pack))
+    if pack := explicit_pack(engine.pack):
+        check_pack(Path(pack))
     from headrace.llm import LLM
 
     printer = Printer()
     with printer.progress() as progress:
         llm = LLM(arguments.model, progress=progress, **msgspec.structs.asdict(engine))
     with llm:
+        printer.line(llm.kernels)
         if arguments.raw or not llm.tokenizer.has_chat_template:
             results = llm.generate(prompt, params)
         else:

@@ -25,6 +25,7 @@ from headrace.cli.settings import Settings
 from headrace.cli.signals import Signals
 from headrace.core.control import control_path
 from headrace.core.errors import UnavailableError, UsageError
+from headrace.core.packs import explicit_pack
 from headrace.core.routing import ReplicaStatus
 from headrace.core.version import __version__
 from headrace.fleet.control import ControlServer
@@ -131,9 +132,9 @@ def _print_heading(settings: Settings, printer: Printer) -> None:
 
 
 def _packs(settings: Settings) -> list[str]:
-    """Folders of the packs that replicas are to start with."""
+    """Folders of packs that were named for replicas to start with."""
     engines = [replica.engine for model in settings.deployment.models for replica in model.replicas]
-    return sorted({engine.pack for engine in engines if engine.pack})
+    return sorted({explicit_pack(engine.pack) for engine in engines} - {""})
 
 
 def _front(settings: Settings, directory: RuntimeDirectory, on_hang: Callable[[str, int], None]) -> Front:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from headrace.core.packs import AUTO
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
@@ -40,9 +42,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _knob("int8: weights rounded to 8 bits per output channel, computed weight-only.", "hot"),
     ] = "none"
     pack: Annotated[
-        str | None,
-        _knob("Folder of a pack of kernels to run; default: torch's own operators.", "hot", word="DIR"),
-    ] = None
+        str,
+        _knob(
+            "Kernels to run: auto (the best shipped pack that fits this CPU and model), none (torch's own "
+            "operators), or the folder of a pack.",
+            "hot",
+            word="PACK",
+        ),
+    ] = AUTO
     max_model_len: Annotated[
         PositiveInt | None,
         _knob("Longest prompt plus output in tokens; default: what the model was made for.", "warm"),

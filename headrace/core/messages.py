@@ -321,6 +321,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     kv_block_bytes: int = 0
     kv_format: str = ""
     kv_disk: str = ""
+    # The kernels that it started with: their pack's id and folder; empty: the engine's own.
+    pack: str = ""
+    pack_folder: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):

@@ -47,6 +47,7 @@ from headrace.engine.schedule import Schedule, SchedulerConfig
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.scoring import Scorer
 from headrace.engine.sequence import Sequence
+from headrace.engine.start_kernels import Shipped, StartKernels
 from headrace.engine.step_times import StepTimes
 from headrace.kernels.table import OpTable
 from headrace.kvcache.block_pool import BlockPool
@@ -80,11 +81,13 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         wake: Callable[[], None] | None = None,
         load_pack: LoadPack | None = None,
+        shipped: Shipped | None = None,
     ) -> None:
         """Loads the model in ``folder``; ``progress`` is told bytes of weights done and in all.
 
         ``wake`` is called from other threads whenever there may be something for ``step`` to do.
-        ``load_pack`` None: native kernels, built by this machine's compiler.
+        ``load_pack`` loads packs that are named; None: native kernels, built by this machine's compiler.
+        ``shipped`` is where those lie that need not be named.
 
         ``revision`` names the weights in block identities; empty: a digest of them is taken. ``share`` is
         what others leave to it; None: everything.
@@ -98,18 +101,27 @@ class Engine:
         self.num_threads = config.threads or max(1, num_cores() // share.num_replicas)
         torch.set_num_threads(self.num_threads)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        load_pack = load_pack or load_native_pack
         free_before = memory.available_bytes(self.device, share)
-        loaded = load_model(
-            folder,
-            dtype=dtype,
-            device=self.device,
-            quantization=config.quantization,
-            revision=revision,
-            progress=progress,
-            free_bytes=free_before,
-        )
-        self.packs = Packs(loaded.model, load_pack or load_native_pack, wake or _nobody)
-        pack = self.packs.start_with(Path(config.pack)) if config.pack else ""
+        with StartKernels(
+            config.pack, dtype=dtype, device=self.device, shipped=shipped or Shipped(), load=load_pack
+        ) as kernels:
+            kernels.choose(folder)
+            loaded = load_model(
+                folder,
+                dtype=dtype,
+                device=self.device,
+                quantization=config.quantization,
+                revision=revision,
+                progress=progress,
+                free_bytes=free_before,
+            )
+            self.packs = Packs(loaded.model, load_pack, wake or _nobody)
+            started_with = kernels.bind(loaded.model)
+        pack = started_with.pack_id
+        self.kernels = started_with.line  # in words, as it started
+        self.batch_invariant = started_with.batch_invariant
+        self.packs.start_with(started_with.ops, pack)
         model_config = loaded.model.config
         self.vocab_size = model_config.vocab_size
         self.max_model_len = memory.resolve_max_model_len(
@@ -190,9 +202,11 @@ class Engine:
             "kv_block_bytes": self.kv_block_bytes,
             "kv_format": self.kv_format,
             "kv_disk": self.moves.disk_name,
+            "pack": pack,
+            "pack_folder": started_with.folder,
             "notes": [
                 *loaded.notes,
-                *([f"pack {pack[:12]}: {self.packs.describe()}"] if pack else []),
+                started_with.line,
                 f"KV cache sized by: {self.kv_size.reason}",
                 *self.moves.notes,
             ],

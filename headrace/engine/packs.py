@@ -49,17 +49,10 @@ class Packs:
         self._preparing: set[str] = set()
         self._done: deque[tuple[str, OpTable | HeadraceError, float]] = deque()
 
-    def start_with(self, folder: Path) -> str:
-        """Loads a pack and makes it the active one; returns its id. Raises PackError."""
-        pack_id = pack_id_of(folder)
-        self._tables[pack_id] = self._model.ops = self._load(folder, self._own, self._model)
+    def start_with(self, ops: OpTable, pack_id: str) -> None:
+        """Makes the table of a pack (empty: the engine's own) the active one, before the first step."""
+        self._tables[pack_id] = self._model.ops = ops
         self.active = pack_id
-        return pack_id
-
-    def describe(self) -> str:
-        """The ops of the active table that are not the engine's own."""
-        own, now = self._own.provenance, self.table(self.active).provenance
-        return ", ".join(name for name in now if now[name] != own[name]) or "nothing"
 
     def prepare(self, pack_id: str, folder: Path) -> None:
         """Begins to load a pack; ``take`` tells when it is done. Raises InvalidRequestError."""
@@ -123,12 +116,15 @@ class Packs:
         self._wake()
 
 
-def load_native_pack(folder: Path, ops: OpTable, model: CausalLM) -> OpTable:
-    """Compiles the pack's kernels on this machine. Raises PackError."""
+def load_native_pack(
+    folder: Path, ops: OpTable, model: CausalLM, build_folder: Path | None = None
+) -> OpTable:
+    """Compiles the pack's kernels on this machine, into ``build_folder`` (default: the user's cache). Raises
+    PackError."""
     # imported here because few engines start with a pack
     from headrace.kernels.native.pack import load_pack
 
-    return load_pack(folder, ops, model)
+    return load_pack(folder, ops, model, build_folder=build_folder)
 
 
 def pack_id_of(folder: Path) -> str:

@@ -54,8 +54,8 @@ class LocalReplica(Child):
         self.spec = spec
 
     def start_with(self, pack: str) -> None:
-        """Later processes of it start with the pack in this folder; empty: with none."""
-        engine = msgspec.structs.replace(self.spec.engine, pack=pack or None)
+        """Later processes of it are told this as ``EngineConfig.pack``."""
+        engine = msgspec.structs.replace(self.spec.engine, pack=pack)
         self.spec = msgspec.structs.replace(self.spec, engine=engine)
         self.become(self.spec)
 

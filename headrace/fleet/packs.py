@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import msgspec
 
 from headrace.core.errors import InvalidRequestError, NotFoundError, PackError
 from headrace.core.knobs import EngineConfig
+from headrace.core.messages import Hello
+from headrace.core.packs import NONE, explicit_pack
 
 VerifyPack = Callable[[Path], str]
 """The id of the pack in a folder, once its signature, files and evidence hold. Raises PackError."""
@@ -23,13 +25,29 @@ VerifyPack = Callable[[Path], str]
 
 @dataclass(frozen=True)
 class Pack:
-    """No pack at all is one with an empty id."""
+    """No pack at all is one with an empty id. ``chosen_by`` is what processes are told instead of the folder:
+    ``auto`` for one that they find by themselves."""
 
     pack_id: str = ""
     folder: str = ""
+    chosen_by: str = ""
+
+    @property
+    def setting(self) -> str:
+        """What a process that is to run it is told as ``EngineConfig.pack``."""
+        return self.chosen_by or self.folder or NONE
 
     def __str__(self) -> str:
         return f"pack {self.pack_id[:12]}" if self.pack_id else "no pack"
+
+
+def first_pack(setting: str, hellos: Sequence[Hello]) -> Pack:
+    """What replicas started with that were told this setting, by what they say of themselves."""
+    chosen_by = "" if explicit_pack(setting) else setting
+    for hello in hellos:
+        if hello.pack:
+            return Pack(hello.pack, hello.pack_folder, chosen_by)
+    return Pack(chosen_by=chosen_by)
 
 
 class PackHistory:
@@ -44,16 +62,15 @@ class PackHistory:
     def engine(self, model: str, planned: EngineConfig) -> EngineConfig:
         """What a new process is told: as planned, but for the pack, if one was rolled out."""
         packs = self._packs.get(model, [])
-        return planned if len(packs) < 2 else msgspec.structs.replace(planned, pack=packs[-1].folder)
+        return planned if len(packs) < 2 else msgspec.structs.replace(planned, pack=packs[-1].setting)
 
-    def current(self, model: str, configured: str | None) -> Pack:
-        """What a model's replicas are to run; ``configured``: the folder of the pack they first started
-        with."""
-        return self._of(model, configured)[-1]
+    def current(self, model: str, first: Pack) -> Pack:
+        """What a model's replicas are to run; ``first`` is what they started with, before any roll-out."""
+        return self._of(model, first)[-1]
 
-    def previous(self, model: str, configured: str | None) -> Pack:
+    def previous(self, model: str, first: Pack) -> Pack:
         """What ran before the last roll-out. Raises InvalidRequestError where there was none."""
-        packs = self._of(model, configured)
+        packs = self._of(model, first)
         if len(packs) < 2:
             raise InvalidRequestError(f"nothing was rolled out to {model} that could be taken back")
         return packs[-2]
@@ -80,11 +97,8 @@ class PackHistory:
             shutil.rmtree(copy, ignore_errors=True)
             raise
 
-    def _of(self, model: str, configured: str | None) -> list[Pack]:
-        if model not in self._packs:
-            first = Pack(_digest(Path(configured)), configured) if configured else Pack()
-            self._packs[model] = [first]
-        return self._packs[model]
+    def _of(self, model: str, first: Pack) -> list[Pack]:
+        return self._packs.setdefault(model, [first])
 
 
 def _digest(folder: Path) -> str:

@@ -112,7 +112,7 @@ class Rollout:
         await self._check_live_steps(link, live)
         # once more, for what shows only after a while
         await self._compare_some(link)
-        replica.start_with(self._pack.folder)
+        replica.start_with(self._pack.setting)
 
     def _compare(self, link: ReplicaLink, before: Scored, after: Scored) -> None:
         found = agreement(before, after, self._floor)
@@ -196,7 +196,7 @@ class Rollout:
             await self._prepare(link)
             if canary is not None:
                 await self._compare_some(link)
-            replica.start_with(self._pack.folder)  # first: one that dies in between comes back with it
+            replica.start_with(self._pack.setting)  # first: one that dies in between comes back with it
             await self._flip(replica, link)
         for link in self._links:
             if self._ran[link.replica_id] != self._pack.pack_id:
@@ -206,7 +206,7 @@ class Rollout:
     async def _take_back(self) -> None:
         """One that is gone comes back with what ran before, by its spec."""
         for replica, _ in self._flipped:
-            replica.start_with(self._before.folder)
+            replica.start_with(self._before.setting)
         for replica, link in self._flipped:
             with contextlib.suppress(HeadraceError):
                 await link.use(self._ran[link.replica_id])

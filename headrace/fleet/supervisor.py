@@ -39,7 +39,7 @@ from headrace.fleet.child import start_all, stop_all
 from headrace.fleet.exchange import check_exchange, kv_listen
 from headrace.fleet.greeting import greeting
 from headrace.fleet.local import LocalReplica
-from headrace.fleet.packs import Pack, PackHistory, VerifyPack
+from headrace.fleet.packs import Pack, PackHistory, VerifyPack, first_pack
 from headrace.fleet.rollout import Rollout
 from headrace.fleet.runtime_directory import RuntimeDirectory
 
@@ -229,7 +229,7 @@ class Supervisor:
         """Has them run again what they ran before the last roll-out."""
         async with self._exclusive(report):
             chosen = self._approved(model, approver)
-            pack = self._packs.previous(chosen.name, chosen.deployment.engine.pack)
+            pack = self._packs.previous(chosen.name, self._first_pack(chosen))
             report(f"{approver} has {chosen.name} run {pack} again")
             await self._rollout(chosen, pack, report).run_unseen()
             self._packs.rolled_back(chosen.name)
@@ -406,7 +406,11 @@ class Supervisor:
 
     def _rollout(self, model: LocalModel, pack: Pack, report: Report) -> Rollout:
         subjects = [managed.replica for managed in self._of_model(model)]
-        return Rollout(subjects, pack, self._packs.current(model.name, model.deployment.engine.pack), report)
+        return Rollout(subjects, pack, self._packs.current(model.name, self._first_pack(model)), report)
+
+    def _first_pack(self, model: LocalModel) -> Pack:
+        hellos = [managed.hello for managed in self._of_model(model)]
+        return first_pack(model.deployment.engine.pack, [hello for hello in hellos if hello is not None])
 
     # Who is meant
 

@@ -109,7 +109,7 @@ def test_an_engine_starts_with_its_pack(tiny: Callable[..., Path], tmp_path: Pat
     engine, _ = make(tiny("llama"), pack=str(tmp_path / "same"))
     plain, _ = make(tiny("llama"))
     assert engine.stats().pack == pack and engine.kv_format != plain.kv_format
-    assert any(f"pack {pack[:12]}: logits_head" in note for note in engine.hello_fields["notes"])
+    assert any(f"kernels: pack {pack[:12]} (logits_head)" in note for note in engine.hello_fields["notes"])
 
 
 def sequences(count: int, length: int) -> list[bytes]:

@@ -27,8 +27,6 @@ from headrace.kernels.native.pack import (
 )
 
 SIGNATURE = "signature.json"
-BUILD_S = 300.0
-"""How long building may take at a start, all kernels of all packs that are tried together."""
 
 
 def shipped_folder() -> Path:

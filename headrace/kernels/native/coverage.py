@@ -1,0 +1,49 @@
+"""What of a model native ops compute, in words and as a promise."""
+
+from __future__ import annotations
+
+from headrace.kernels.native.op import NativeOp
+from headrace.kernels.native.weight_sets import weight_sets
+from headrace.kernels.table import OpTable
+from headrace.kernels.weights import DecoderWeights
+
+_WHOLE = ("decoder_layer", "rms_norm", "logits_head")
+"""Ops that make up a whole step, but for the embedding, which only copies."""
+
+
+def native_ops(table: OpTable) -> dict[str, NativeOp]:
+    """Ops of a table that are native, by name."""
+    found = {name: table.unbound(name) for name in table.names()}
+    return {name: op for name, op in found.items() if isinstance(op, NativeOp)}
+
+
+def describe_coverage(table: OpTable, weights: DecoderWeights) -> str:
+    """The native ops, and how much of the weights those cover that do not cover all:
+    ``decoder_layer (28 of 30), logits_head``."""
+    words = []
+    for name, op in native_ops(table).items():
+        owners = [found.owner for found in weight_sets(name, weights)]
+        num_covered = sum(op.covers(owner) for owner in owners)
+        part = f" ({num_covered} of {len(owners)})" if num_covered < len(owners) else ""
+        words.append(name + part)
+    return ", ".join(words)
+
+
+def is_batch_invariant(table: OpTable, weights: DecoderWeights) -> bool:
+    """Whether a token's bits depend on nothing but the tokens before it: every part of every step is computed
+    by kernels that promise so."""
+    ops = native_ops(table)
+    for name in _WHOLE:
+        op = ops.get(name)
+        if op is None or not (op.entry.batch_invariant and op.entry.max_rows == 0):
+            return False
+        if name == "decoder_layer" and not {"decode", "prefill"} <= set(op.entry.phases):
+            return False
+        owners = [found.owner for found in weight_sets(name, weights)]
+        if name == "rms_norm":
+            owners = [weights.final_norm]
+        if name == "decoder_layer" and len(owners) < len(weights.layers):
+            return False
+        if not all(op.covers(owner) for owner in owners):
+            return False
+    return True
