@@ -16,6 +16,7 @@ import torch
 
 from headrace.bench.roofs import gemm_rate, stream_rate
 from headrace.optimize.judge.baseline import Baseline
+from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.compare import error, limit, same_bits
 from headrace.optimize.judge.layout import Layout, copied
 from headrace.optimize.judge.options import JudgeOptions
@@ -24,7 +25,7 @@ from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.runner import Runner, build_runner
 from headrace.optimize.judge.sandbox import MIB
 from headrace.optimize.judge.statistics import ratio
-from headrace.optimize.judge.verify import Built, unwritten
+from headrace.optimize.judge.verify import unwritten
 from headrace.optimize.records import Ratio
 
 _RING_BYTES = 256 * MIB

@@ -26,6 +26,7 @@ from headrace.kernels.native.build import (
 )
 from headrace.models.cache import cache_folder
 from headrace.optimize.digest import ENTRY_FILE, candidate_digest, candidate_files
+from headrace.optimize.judge.problem import Problem
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import GIB, MIB, Cage, Caged, Limits, Sandbox, readable
 from headrace.optimize.judge.source_check import check_object, check_sources
@@ -44,6 +45,17 @@ class Taken:
     folder: Path
     entry: KernelEntry
     digest: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """A candidate that compiled: the judge's copy, its shared object, and what it must compute."""
+
+    taken: Taken
+    library: Path
+    problem: Problem
+    sandbox: Sandbox
+    build_s: float
 
 
 def take(source: Path, target: Target, copy: Path) -> Taken:

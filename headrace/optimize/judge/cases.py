@@ -77,7 +77,7 @@ class OpProblem:
             for phase in self.entry.phases:
                 for rows in self._rows(dtype, phase, pick):
                     for window in self.windows:
-                        contexts = self._contexts(window, pick)
+                        contexts = self.contexts(window, pick)
                         content = CONTENTS[len(cases) % 4]
                         cases.append(self._case(phase, rows, contexts, dtype, window, pick, content))
         return cases
@@ -230,7 +230,7 @@ class OpProblem:
         } | own
         return sorted(count for count in rows if least <= count <= most)
 
-    def _contexts(self, window: int, pick: random.Random) -> list[int]:
+    def contexts(self, window: int, pick: random.Random) -> list[int]:
         size = self.target.dims.get("block_size", 16)
         edges = [0, size - 1, size, 3 * size - 1, pick.randint(1, 200), pick.randint(200, _MAX_CONTEXT - 40)]
         if window and window < _MAX_CONTEXT:

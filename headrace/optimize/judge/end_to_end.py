@@ -24,8 +24,10 @@ import msgspec
 import headrace
 from headrace.core.errors import StartupError
 from headrace.core.knobs import EngineConfig
+from headrace.core.packs import NONE
 from headrace.fleet.local import ENGINE_ENVIRONMENT
 from headrace.models.resolve import ResolvedModel, resolve_model
+from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.engine_child import (
     EngineCommand,
     EngineReply,
@@ -37,7 +39,6 @@ from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import GIB, Cage, Caged, Limits, Sandbox
 from headrace.optimize.judge.statistics import ratio
-from headrace.optimize.judge.verify import Built
 from headrace.optimize.profile.workloads import Workload, load_workload
 from headrace.optimize.records import Ratio, Target
 
@@ -80,6 +81,7 @@ class Setting:
             threads=options.num_threads,
             block_size=target.dims.get("block_size", 32),
             seed=0,
+            pack=NONE,
         )
         if workload is None:
             workload = load_workload(target.phase, _vocab_size(model), max_len=_max_len(model))

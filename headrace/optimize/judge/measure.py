@@ -8,11 +8,12 @@ from pathlib import Path
 from headrace.core.errors import HeadraceError
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.judge.alone import measure_alone
+from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.end_to_end import EndToEnd, Setting, compare_engines
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Problem
 from headrace.optimize.judge.rejected import Rejected
-from headrace.optimize.judge.verify import Built, build
+from headrace.optimize.judge.verify import build
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Ratio, Target
 

@@ -1,4 +1,4 @@
-"""Weights in quantized blocks: what they are filled with, and what a product with rounded activations must give.
+"""Weights in quantized blocks: what they are filled with, and products whose activations are rounded.
 
 Blocks are any that a file may hold: every bit of numbers and scales is drawn, with scales that keep a product
 about as large as its input, a few blocks much larger and a few zero.
@@ -91,7 +91,7 @@ def _elements(format: str) -> int:
     return BLOCK_SIZES[TYPES[format]][0]
 
 
-def _pool(format: str, in_features: int, random: np.random.Generator) -> np.ndarray:  # type: ignore[type-arg]
+def _pool(format: str, in_features: int, random: np.random.Generator) -> np.ndarray:
     """(_POOL, bytes of a block), each with a mean about 0."""
     elements, size = BLOCK_SIZES[TYPES[format]]
     pool = random.integers(256, size=(_POOL, size), dtype=np.uint8)
@@ -99,7 +99,7 @@ def _pool(format: str, in_features: int, random: np.random.Generator) -> np.ndar
     spread[random.random(_POOL) < _OUTLIERS] *= _LARGER
     spread[random.random(_POOL) < _ZEROS] = 0.0
 
-    def half(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def half(values: np.ndarray) -> np.ndarray:
         return values.astype("<f2").view(np.uint8).reshape(_POOL, 2)
 
     if format == "bfloat16":
@@ -128,7 +128,7 @@ def _pool(format: str, in_features: int, random: np.random.Generator) -> np.ndar
     return pool
 
 
-def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
     """Eight scales and minima of 6 bits in twelve bytes, as Q4_K and Q5_K hold them."""
     low = scales[:, :4] | (scales[:, 4:] >> 4) << 6
     middle = minima[:, :4] | (minima[:, 4:] >> 4) << 6
@@ -136,6 +136,6 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:  # type: ig
     return np.concatenate([low, middle, high], axis=1).astype(np.uint8)
 
 
-def _bfloat16(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _bfloat16(values: np.ndarray) -> np.ndarray:
     rounded = torch.from_numpy(values).to(torch.bfloat16)
     return rounded.view(torch.uint8).numpy()

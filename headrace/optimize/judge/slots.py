@@ -76,7 +76,7 @@ def _in_blocks(slot: str, shape: Shape, dims: Mapping[str, int], formats: Sequen
     if slot == "qkv":
         heads, kv_heads, width = dims["num_heads"], dims["num_kv_heads"], dims["head_dim"]
         sizes = (heads * width, kv_heads * width, kv_heads * dims["v_head_dim"])
-        parts = [(name, size) for name, size in zip((*formats[:1] * 2, formats[-1]), sizes, strict=True)]
+        parts = list(zip((formats[0], formats[0], formats[-1]), sizes, strict=True))
     if slot == "gate_up":
         parts = [(formats[0], rows // 2)] * 2
     _, nbytes = lay_out(parts, in_features)

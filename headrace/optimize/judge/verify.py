@@ -5,6 +5,7 @@ again               the same bits must come out
 many calls          so that what is skipped later is skipped by now
 fresh content       new weights, inputs and caches in the same places; then a few elements of inputs changed,
                     then of weights
+other company       where it says so: a row's bits are the same whatever else its call holds (invariance.py)
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from headrace.kernels.native.signature import CALL_INTS
 from headrace.optimize.digest import candidate_digest
-from headrace.optimize.judge.build import Taken, compile_caged, take
+from headrace.optimize.judge.build import Built, compile_caged, take
 from headrace.optimize.judge.cases import problem_for, untouched
 from headrace.optimize.judge.compare import error, limit, same_bits
+from headrace.optimize.judge.invariance import check_invariance
 from headrace.optimize.judge.layout import Layout, copied, poison
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Case, Problem, Tensors
@@ -36,17 +38,6 @@ _LARGE_WEIGHTS = 64 * MIB
 """Up to here two sets of weights are used, so that a kernel cannot know only one."""
 _SETTLE_S = 0.002
 _LATE_S = 0.1
-
-
-@dataclass(frozen=True)
-class Built:
-    """A candidate that compiled: the judge's copy, its shared object, and what it must compute."""
-
-    taken: Taken
-    library: Path
-    problem: Problem
-    sandbox: Sandbox
-    build_s: float
 
 
 def verify(
@@ -75,6 +66,8 @@ def verified(
         built = build(folder, target, scratch, problem=problem, options=options)
         held, build_s = built.sandbox.describe(), built.build_s
         errors = check(built, options)
+        if built.taken.entry.batch_invariant:
+            check_invariance(built, options)
     except Rejected as rejected:
         return failed(folder, digest, rejected, held, time.monotonic() - began, build_s), None
     verdict = Verdict(
@@ -82,7 +75,8 @@ def verified(
         digest=built.taken.digest,
         passed=True,
         reason="ok",
-        detail=f"{len(errors)} kinds of calls",
+        detail=f"{len(errors)} kinds of calls"
+        + (", the same bits in any company" if built.taken.entry.batch_invariant else ""),
         seconds=time.monotonic() - began,
         sandbox=held,
         errors=errors,
