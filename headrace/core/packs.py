@@ -78,3 +78,14 @@ class PackManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]
     builds_on: str = ""
     summary: str = ""  # one line: the gain and on what workload
+
+    @property
+    def step_formats(self) -> frozenset[str]:
+        """The formats of weights with which its kernels compute every step whole, any rows in any phase; none
+        when there are steps that they leave to other operators."""
+        formats: dict[str, set[str]] = {"decoder_layer": set(), "logits_head": set()}
+        for entry in self.kernels:
+            both = entry.op == "logits_head" or {"decode", "prefill"} <= set(entry.phases)
+            if entry.op in formats and entry.max_rows == 0 and both:
+                formats[entry.op] |= set(entry.weight_formats)
+        return frozenset(formats["decoder_layer"] & formats["logits_head"])

@@ -7,12 +7,26 @@ compute on the blocks themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.block_layout import NAMES, TYPES, Part, TensorType, header, lay_out, row_bytes
+from headrace.kernels.block_layout import (
+    ALIGNMENT,
+    BLOCK_SIZES,
+    NAMES,
+    TYPES,
+    Part,
+    TensorType,
+    header,
+    lay_out,
+    row_bytes,
+)
 from headrace.kernels.dequantize import dequantize
+
+_KINDS = frozenset(int(kind) for kind in NAMES)
+_PIECE_ELEMENTS = 1 << 20
 
 
 def join_blocks(parts: Sequence[tuple[str, Tensor]], in_features: int) -> Tensor:
@@ -29,10 +43,55 @@ def join_blocks(parts: Sequence[tuple[str, Tensor]], in_features: int) -> Tensor
 
 def read_parts(buffer: Tensor) -> list[Part]:
     """The parts that a buffer says it has."""
-    words = buffer[:8].view(torch.int64)
-    count = int(words[0])
-    table = buffer[8 : 8 + 24 * count].view(torch.int64).reshape(count, 3).tolist()
-    return [Part(NAMES[TensorType(kind)], rows, offset) for kind, rows, offset in table]
+    return [Part(NAMES[TensorType(kind)], rows, offset) for kind, rows, offset in _table(buffer)]
+
+
+def check_buffer(buffer: Tensor, rows: Sequence[int], in_features: int) -> str:
+    """What keeps a buffer from being parts of these rows, for a message; empty: nothing. Nothing else may be
+    read from a buffer that is not ours before this."""
+    size = buffer.shape[0]
+    if buffer.data_ptr() % ALIGNMENT:
+        return f"they do not start at a multiple of {ALIGNMENT}"
+    table = _table(buffer)
+    if len(table) != len(rows):
+        return f"they are {len(table)} parts, {len(rows)} are needed"
+    end = 8 + 24 * len(table)
+    for wanted, (kind, number, offset) in zip(rows, table, strict=True):
+        if kind not in _KINDS:
+            return f"format {kind} is not known"
+        elements, block_bytes = BLOCK_SIZES[TensorType(kind)]
+        if number != wanted or in_features % elements:
+            return f"{number} rows of {in_features} in blocks of {elements}, {wanted} rows are needed"
+        if offset < end or offset % ALIGNMENT:
+            return f"a part starts at {offset}, a multiple of {ALIGNMENT} from {end} on is needed"
+        end = offset + number * (in_features // elements) * block_bytes
+    return f"they end at {end} of {size}" if end > size else ""
+
+
+def count_elements(buffer: Tensor) -> int:
+    """Numbers in a buffer, from its size and formats alone, at most a few more than there are; for one that
+    is damaged its bytes."""
+    table = _table(buffer)
+    ends = [offset for _, _, offset in table[1:]] + [buffer.shape[0]]
+    total = 0 if table else buffer.shape[0]
+    for (kind, _, offset), end in zip(table, ends, strict=False):
+        elements, block_bytes = BLOCK_SIZES[TensorType(kind)] if kind in _KINDS else (1, 1)
+        total += max(end - offset, 0) // block_bytes * elements
+    return total
+
+
+def buffer_formats(buffer: Tensor) -> list[str]:
+    """Formats of the parts; of one that is damaged as much as is known."""
+    return [NAMES[TensorType(kind)] if kind in _KINDS else "unknown" for kind, _, _ in _table(buffer)]
+
+
+def _table(buffer: Tensor) -> list[list[int]]:
+    """(format, rows, offset) of each part, unchecked; none where there is no such table."""
+    count = int(buffer[:8].view(torch.int64)) if buffer.shape[0] >= 8 else 0
+    if not 0 < count <= (buffer.shape[0] - 8) // 24:
+        return []
+    found: list[list[int]] = buffer[8 : 8 + 24 * count].view(torch.int64).reshape(count, 3).tolist()
+    return found
 
 
 def part_rows(buffer: Tensor, part: Part, in_features: int) -> Tensor:
@@ -41,15 +100,33 @@ def part_rows(buffer: Tensor, part: Part, in_features: int) -> Tensor:
     return buffer[part.offset : part.offset + part.rows * width].view(part.rows, width)
 
 
-def dense_rows(blocks: Tensor, format: str) -> Tensor:
-    """(rows, bytes of a row) → (rows, in_features) float32, exactly what the blocks say."""
-    values = dequantize(blocks.contiguous().numpy(), TYPES[format])
-    return torch.from_numpy(values).view(blocks.shape[0], -1)
+def dense_rows(blocks: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(rows, bytes of a row) → (rows, in_features): in float32 exactly what the blocks say, else rounded."""
+    rows, width = blocks.shape
+    elements, block_bytes = BLOCK_SIZES[TYPES[format]]
+    out = torch.empty(rows, width // block_bytes * elements, dtype=dtype)
+
+    def fill(start: int) -> None:
+        piece = blocks[start : start + step].contiguous()
+        values = torch.from_numpy(dequantize(piece.numpy(), TYPES[format]))
+        out[start : start + step] = values.view(piece.shape[0], -1)
+
+    step = max(_PIECE_ELEMENTS // max(out.shape[1], 1), 1)
+    starts = range(0, rows, step)
+    if len(starts) <= 1:
+        for start in starts:
+            fill(start)
+    else:
+        with ThreadPoolExecutor(min(torch.get_num_threads(), len(starts))) as pool:
+            list(pool.map(fill, starts))
+    return out
 
 
-def dense_blocks(buffer: Tensor, in_features: int) -> Tensor:
-    """The whole weight as float32, exactly what the blocks say."""
-    parts = [dense_rows(part_rows(buffer, part, in_features), part.format) for part in read_parts(buffer)]
+def dense_blocks(buffer: Tensor, in_features: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The whole weight, as ``dense_rows``."""
+    parts = [
+        dense_rows(part_rows(buffer, part, in_features), part.format, dtype) for part in read_parts(buffer)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -58,6 +58,19 @@ def to_bfloat16(values: Floats) -> Bits:
     return out.reshape(values.shape)
 
 
+def q8_0_of_q5_0(data: Bytes) -> Bytes:
+    """Q5_0 blocks as Q8_0 blocks, without loss: the same scale, and 5-bit numbers fit in 8. (blocks, 34)."""
+    blocks = np.ascontiguousarray(data).reshape(-1, BLOCK_SIZES[TensorType.Q5_0][1])
+    out = np.empty((len(blocks), BLOCK_SIZES[TensorType.Q8_0][1]), np.uint8)
+    for start in range(0, len(blocks), PIECE_ELEMENTS // 32):
+        piece = slice(start, start + PIECE_ELEMENTS // 32)
+        quants = _nibbles(blocks[piece, 6:], 16).reshape(-1, 32)
+        quants |= _fifth_bits(blocks[piece], 2)
+        out[piece, :2] = blocks[piece, :2]
+        out[piece, 2:] = quants - np.uint8(16)
+    return out
+
+
 def _half(blocks: Bytes, start: int) -> Floats:
     """The float16 at byte ``start`` of each block, as float32: (blocks, 1)."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)

@@ -5,6 +5,7 @@
     5–31     oneDNN, packed                                _weight_int8pack_mm        F.linear
     32–      oneDNN, packed                                dequantized, then oneDNN   F.linear
 
+Blocks become numbers for every call, and so do weights that lie in parts: packs compute on those.
 An output head is held in the half pack alone, at any number of rows: its logits stay float32.
 
 With one row, reading the weights is all the work: FBGEMM's half-precision pack is read about 1.5 times as
@@ -126,14 +127,13 @@ def linear_bfloat16(x: Tensor, packed: PackedLinear, residual: Tensor | None = N
         if wide:
             return y if residual is None else y.add_(residual)
         return (y if residual is None else y.add_(residual)).to(x.dtype)
-    if x.dtype is torch.float32:  # a step of few rows, and a weight without a pack for it
+    if packed.form != "onednn":
+        return linear_plain(x, packed, residual)
+    if x.dtype is torch.float32:  # no pack for it, or more rows than it is fast for
         y = linear_bfloat16(x.bfloat16(), packed).float()
         return y if residual is None else y.add_(residual)
     weight = packed.weight
     assert weight is not None
-    if packed.form != "onednn":
-        y = F.linear(x, weight, packed.bias)
-        return y if residual is None else y.add_(residual)
     if packed.up is not None:
         y = torch.cat((_plain(x, weight), _plain(x, packed.up)), dim=1)
         return y if residual is None else y.add_(residual)
@@ -153,9 +153,12 @@ def gated_onednn(x: Tensor, packed: PackedLinear, activation: str) -> Tensor:
 
 def linear_int8(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
     """``linear`` on the forms of ``pack_int8``."""
-    if packed.form == "half":
+    if packed.form != "int8":
         return linear_bfloat16(x, packed, residual)
     assert packed.weight is not None and packed.scales is not None
+    if x.dtype is not packed.scales.dtype:
+        y = linear_int8(x.to(packed.scales.dtype), packed).to(x.dtype)
+        return y if residual is None else y.add_(residual)
     # the kernel reads past the end of rows that are no multiple of 32 wide
     if x.shape[0] >= _INT8_ROWS or packed.in_features % 32:
         y = F.linear(x, packed.dense())
@@ -167,9 +170,16 @@ def linear_int8(x: Tensor, packed: PackedLinear, residual: Tensor | None = None)
 
 
 def linear_plain(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
-    """``linear`` on weights as loaded."""
-    assert packed.weight is not None
-    y = F.linear(x, packed.weight, packed.bias)
+    """``linear`` on weights as loaded, and on blocks, which become numbers for each call: right, not fast."""
+    weight = packed.weight if packed.form == "plain" else packed.dense()
+    assert weight is not None
+    if packed.form == "blocks":
+        weight = weight.to(x.dtype)
+    if weight.dtype is x.dtype and (packed.bias is None or packed.bias.dtype is x.dtype):
+        y = F.linear(x, weight, packed.bias)
+    else:  # a residual stream in float32 over weights in bfloat16
+        y = F.linear(x.to(weight.dtype), weight).to(x.dtype)
+        y = y if packed.bias is None else y.add_(packed.bias)
     return y if residual is None else y.add_(residual)
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.blocks import lookup
 from headrace.kernels.cache import LayerKV
 from headrace.kernels.weights import AttentionSpec, Norm, PackedLinear, plain_linear
 
@@ -22,8 +23,11 @@ def pack_linear(
     return plain_linear(weight, bias)
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """(tokens,) ids and (vocab, hidden) → (tokens, hidden)."""
+def embedding(token_ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
+    """(tokens,) ids and (vocab, hidden), or blocks of as much → (tokens, hidden)."""
+    if isinstance(weight, PackedLinear):
+        assert weight.form == "blocks" and weight.weight is not None
+        return lookup(weight.weight, weight.in_features, token_ids).to(weight.dtype)
     return weight[token_ids]
 
 

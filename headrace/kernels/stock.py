@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.core.errors import UsageError
-from headrace.kernels import composite, linear
+from headrace.kernels import composite, linear, reference
 from headrace.kernels.attention import attention
+from headrace.kernels.blocks import lookup
 from headrace.kernels.weights import Norm, PackedLinear
 
 if TYPE_CHECKING:
@@ -48,10 +49,28 @@ def select(
     return ops
 
 
-def embedding_wide(token_ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(token_ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
+    if isinstance(weight, PackedLinear):
+        return reference.embedding(token_ids, weight)
+    return F.embedding(token_ids, weight)
+
+
+def embedding_wide(token_ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
     """A step of few rows runs in float32 from here on (see ``linear``)."""
-    x = F.embedding(token_ids, weight)
-    return x.float() if token_ids.shape[0] <= linear.FEW_ROWS else x
+    return (
+        embedding_float32(token_ids, weight)
+        if token_ids.shape[0] <= linear.FEW_ROWS
+        else embedding(token_ids, weight)
+    )
+
+
+def embedding_float32(token_ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
+    """Every step runs in float32 from here on, whatever its rows: for layers whose rows' bits depend on
+    nothing else in their step."""
+    if isinstance(weight, PackedLinear):
+        assert weight.form == "blocks" and weight.weight is not None
+        return lookup(weight.weight, weight.in_features, token_ids)
+    return F.embedding(token_ids, weight).float()
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -88,7 +107,7 @@ def logits_head_of(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def logits_head(hidden: Tensor, packed: PackedLinear, softcap: float | None = None) -> Tensor:
         # logits rounded to bfloat16 tie at the top: in float32 wherever the weight's form allows it
-        if packed.form == "half":
+        if packed.form in ("half", "blocks"):
             hidden = hidden.float()
         logits = apply(hidden, packed)
         if logits.dtype is not torch.float64:

@@ -24,6 +24,7 @@ class PackedLinear:
     half      only ``few``
     blocks    ``weight`` (bytes,) uint8: quantized blocks as GGUF files store them (blocks.py); ``formats``
               names those of its parts. ``dtype`` is that of the activations it was made for
+    parts     ``parts``, each (rows, in), as they lie in a mapped file; rows below rows
 
     ``few``: FBGEMM's packs, rows below rows, in IEEE half precision, read when a step has few rows
     (float32 in and out). They hold bfloat16 weights exactly down to 6e-5 and to within 3e-8 below.
@@ -37,6 +38,7 @@ class PackedLinear:
     scales: Tensor | None = None
     up: Tensor | None = None
     few: tuple[Any, ...] | None = None
+    parts: tuple[Tensor, ...] = ()
     dtype: torch.dtype = torch.float32
 
     @property
@@ -55,6 +57,7 @@ class PackedLinear:
         if self.weight is not None:
             total = self.weight.nbytes if self.form == "blocks" else size * self.weight.element_size()
         total += 0 if self.few is None else size * 2
+        total += sum(part.nbytes for part in self.parts)
         for extra in (self.bias, self.scales):
             total += 0 if extra is None else extra.nbytes
         return total
@@ -72,6 +75,8 @@ class PackedLinear:
         if self.form == "blocks":
             assert self.weight is not None
             return dense_blocks(self.weight, self.in_features)
+        if self.form == "parts":
+            return torch.cat(self.parts)
         if self.weight is None:
             assert self.few is not None
             parts = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in self.few]
@@ -182,3 +187,21 @@ def plain_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """A weight of (out, in) kept as it is."""
     out_features, in_features = weight.shape
     return PackedLinear("plain", in_features, out_features, weight, bias, dtype=weight.dtype)
+
+
+def blocks_linear(
+    buffer: Tensor, in_features: int, bias: Tensor | None = None, *, dtype: torch.dtype
+) -> PackedLinear:
+    """A weight in a buffer of quantized blocks."""
+    rows = sum(part.rows for part in read_parts(buffer))
+    return PackedLinear("blocks", in_features, rows, buffer, bias, dtype=dtype)
+
+
+def mapped_linear(views: list[Tensor], bias: Tensor | None = None) -> PackedLinear:
+    """Weights of (rows, in) as one, rows below rows, where they lie."""
+    if len(views) == 1:
+        return plain_linear(views[0], bias)
+    rows = sum(view.shape[0] for view in views)
+    return PackedLinear(
+        "parts", views[0].shape[1], rows, None, bias, parts=tuple(views), dtype=views[0].dtype
+    )

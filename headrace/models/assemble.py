@@ -21,6 +21,7 @@ from headrace.kernels.weights import (
 )
 from headrace.models.config import DecoderConfig
 from headrace.models.decoder import Decoder
+from headrace.models.held import Form, WeightHolder
 from headrace.models.weights import Checkpoint
 
 LoadProgress = Callable[[int, int], None]
@@ -43,16 +44,17 @@ def assemble_decoder(
     checkpoint: Checkpoint,
     config: DecoderConfig,
     ops: OpTable,
-    dtype: torch.dtype,
+    form: Form,
     device: torch.device,
     progress: LoadProgress | None = None,
-) -> Decoder:
-    """The decoder with its weights in ``dtype`` on ``device``, packed by ``ops``.
+) -> tuple[Decoder, WeightHolder]:
+    """The decoder with its weights on ``device``, held in ``form`` or packed by ``ops``; and who holds them.
 
     Raises CorruptFileError or UnsupportedModelError that names the tensor which is missing, left over,
     of another shape or no plain floating-point numbers.
     """
-    return _Assembly(checkpoint, config, ops, dtype, device, progress).run()
+    assembly = _Assembly(checkpoint, config, ops, form, device, progress)
+    return assembly.run(), assembly.holder
 
 
 class _Assembly:
@@ -61,14 +63,15 @@ class _Assembly:
         checkpoint: Checkpoint,
         config: DecoderConfig,
         ops: OpTable,
-        dtype: torch.dtype,
+        form: Form,
         device: torch.device,
         progress: LoadProgress | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.ops = ops
-        self.dtype = dtype
+        self.dtype = form.dtype
+        self.holder = WeightHolder(checkpoint, ops, form, device)
         self.device = device
         self.progress = progress
         prefixes = [prefix for prefix in _PREFIXES if f"{prefix}norm.weight" in checkpoint]
@@ -95,24 +98,21 @@ class _Assembly:
         if self.progress:
             self.progress(min(self.checkpoint.taken_bytes, self.checkpoint.nbytes), self.checkpoint.nbytes)
 
-    def ends(self) -> tuple[Tensor, PackedLinear]:
+    def ends(self) -> tuple[Tensor | PackedLinear, PackedLinear]:
         """Embedding and head. Tied as in Transformers: unless the checkpoint holds two that differ."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
+        rows, hidden = self.config.vocab_size, self.config.hidden_size
+        holder, checkpoint = self.holder, self.checkpoint
         name = f"{self.prefix}embed_tokens.weight"
-        heads = [head for head in _HEADS if head in self.checkpoint] or list(_HEADS[:1])
+        heads = [head for head in _HEADS if head in checkpoint] or list(_HEADS[:1])
         if not self.config.tie_word_embeddings:
-            embedding = self.checkpoint.copy(name, shape, self.dtype, self.device)
-            return embedding, self.ops.pack_linear(self.stored(heads[0], shape), few_rows=True)
-        if name not in self.checkpoint and heads[0] in self.checkpoint:
+            embedding = holder.embedding(name, rows, hidden)
+            return embedding, holder.linear([(heads[0], rows)], hidden, few_rows=True)
+        if name not in checkpoint and heads[0] in checkpoint:
             name = heads[0]
-        stored = self.checkpoint.take(name, shape)
-        embedding = stored.to(self.device, self.dtype, copy=True)
-        if heads[0] in self.checkpoint and name != heads[0]:
-            other = self.checkpoint.take(heads[0], shape)
-            if not torch.equal(stored, other):
-                other = other.to(self.device, self.dtype, copy=True)
-                return embedding, self.ops.pack_linear(other, few_rows=True)
-        return embedding, self.ops.pack_linear(embedding, few_rows=True)
+        embedding = holder.embedding(name, rows, hidden)
+        if heads[0] in checkpoint and name != heads[0] and not checkpoint.alike(name, heads[0]):
+            return embedding, holder.linear([(heads[0], rows)], hidden, few_rows=True)
+        return embedding, holder.head_of(embedding)
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"layers.{index}."
@@ -188,15 +188,13 @@ class _Assembly:
     ) -> PackedLinear:
         """The named projections as one, rows below rows."""
         start = self.prefix + prefix
-        weight = self.checkpoint.join(
-            [(f"{start}{name}.weight", (rows, in_features)) for name, rows in parts], self.dtype, self.device
-        )
         bias = None
         if has_bias:
             bias = self.checkpoint.join(
                 [(f"{start}{name}.bias", (rows,)) for name, rows in parts], self.dtype, self.device
             )
-        return self.ops.pack_linear(weight, bias, gated=gated)
+        named = [(f"{start}{name}.weight", rows) for name, rows in parts]
+        return self.holder.linear(named, in_features, bias, gated=gated)
 
     def norm(self, name: str, size: int) -> Norm:
         weight = self.stored_norm(f"{self.prefix}{name}.weight", size)
@@ -207,6 +205,3 @@ class _Assembly:
             # Gemma multiplies by 1 + weight in float32
             return self.checkpoint.copy(name, (size,), torch.float32, self.device) + 1.0
         return self.checkpoint.copy(name, (size,), self.dtype, self.device)
-
-    def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.checkpoint.copy(name, shape, self.dtype, self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
@@ -15,8 +16,8 @@ from headrace.models.rope import Rope
 class Decoder:
     """token ids → embedding → layers → final norm → logits, each step an op of the table.
 
-    ``embedding`` is (vocab, hidden); ``head`` is packed from it when the two are tied, and shares its
-    memory where the table leaves weights as they are.
+    ``embedding`` is (vocab, hidden), or blocks of as much; ``head`` is packed from it when the two are tied,
+    and shares its memory where weights are left as they are.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class Decoder:
         config: DecoderConfig,
         ops: OpTable,
         *,
-        embedding: Tensor,
+        embedding: Tensor | PackedLinear,
         layers: list[LayerWeights],
         final_norm: Norm,
         head: PackedLinear,
@@ -33,12 +34,15 @@ class Decoder:
         self.config = config
         self.ops = ops
         self._embedding = embedding
-        # in the weights' type, as Gemma was trained: in bfloat16 the factor itself is rounded
-        self._scale = embedding.new_tensor(config.embedding_scale) if config.embedding_scale != 1.0 else None
+        device = final_norm.weight.device
+        self._scale = None
+        if config.embedding_scale != 1.0:
+            # in the weights' type, as Gemma was trained: in bfloat16 the factor itself is rounded
+            self._scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype, device=device)
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
-        self._ropes = [Rope(spec, embedding.device) for spec in config.ropes]
+        self._ropes = [Rope(spec, device) for spec in config.ropes]
 
     @property
     def weights(self) -> DecoderWeights:
@@ -53,7 +57,10 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         total = self._embedding.nbytes + self._final_norm.weight.nbytes
-        if not self._head.shares(self._embedding):
+        shared = self._embedding
+        if isinstance(shared, PackedLinear):
+            total += 0 if self._head is shared else self._head.nbytes
+        elif not self._head.shares(shared):
             total += self._head.nbytes
         for layer in self._layers:
             attention, mlp = layer.attention, layer.mlp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,28 @@ from headrace.models.causal_lm import CausalLM
 from headrace.models.families import covers, read_config
 from headrace.models.family_fields import refuse_quantized
 from headrace.models.fields import Fields, read_json
+from headrace.models.held import Form, WeightHolder, needed_bytes
 from headrace.models.weights import Checkpoint, weights_revision
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """``eos_token_ids`` end a reply; ``revision`` names the weights for block identity;
-    ``weights_bytes`` is the memory they take; ``notes`` are for the operator to read."""
+    """``eos_token_ids`` end a reply; ``revision`` names the weights for block identity, together with
+    ``form``, what became of their numbers (empty: the dtype asked for). ``notes`` are for the operator.
+
+    ``weights_bytes`` is what they take, ``mapped_bytes`` as much of it as lies in the files' own pages:
+    memory that the system takes back when it needs it, which costs nothing once a pack has a form of its own.
+    ``release`` lets it do so now.
+    """
 
     model: CausalLM
     eos_token_ids: list[int]
     revision: str
     weights_bytes: int
     notes: list[str]
+    form: str
+    mapped_bytes: int
+    release: Callable[[], None]
 
 
 def load_model(
@@ -37,6 +46,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str = "none",
+    pack_formats: frozenset[str] = frozenset(),
     revision: str = "",
     progress: LoadProgress | None = None,
     free_bytes: int | None = None,
@@ -44,8 +54,14 @@ def load_model(
     """Loads a folder in the Hugging Face layout: our decoder if it covers the family, else Transformers'
     definition with our attention.
 
-    ``quantization`` is "none" or "int8"; ``revision`` is what names the weights, empty: a digest of them;
-    ``progress`` gets bytes done and bytes in all; ``free_bytes`` is the memory there is, None: enough.
+    ``quantization``: "auto" keeps the blocks of a quantized file where a pack reads them, "none" makes
+    numbers of them, "int8" rounds any weights to 8 bits. ``pack_formats``: the formats of weights that
+    kernels read of a pack that will compute every step (``PackManifest.step_formats``); empty: there is no
+    such pack, and weights are held as torch's operators like them (held.py).
+
+    ``revision`` is what names the weights, empty: a digest of them; ``progress`` gets bytes done and bytes in
+    all; ``free_bytes`` is the memory there is, None: enough.
+
     Raises InsufficientMemoryError when the weights do not fit in it,
     ModelNotFoundError for missing files, CorruptFileError for damaged ones, UnsupportedModelError for
     a model that cannot be run faithfully.
@@ -57,25 +73,27 @@ def load_model(
     if covers(raw):
         config = read_config(raw)
         checkpoint = Checkpoint(folder)
-        roomy = _is_roomy(checkpoint, dtype, quantization, free_bytes)
-        ops = OpTable.stock(device, dtype, quantization, decode_copies=roomy)
-        model = assemble_decoder(checkpoint, config, ops, dtype, device, progress)
-        notes = list(config.notes)
-        if not roomy and quantization == "none":
-            notes.append("memory is short: weights are held once, which makes single tokens slower")
+        form = Form(dtype, quantization, pack_formats)
+        roomy = _is_roomy(needed_bytes(checkpoint, form), form, free_bytes)
+        stock_quantization = "int8" if quantization == "int8" and not form.makes_blocks else "none"
+        copies = roomy and not pack_formats
+        ops = OpTable.stock(device, dtype, stock_quantization, decode_copies=copies)
+        model, holder = assemble_decoder(checkpoint, config, ops, form, device, progress)
+        notes = [*config.notes, *_notes(holder, form, roomy)]
     else:
         # imported here because Transformers takes a second to import
         from headrace.models.fallback import load_fallback
 
-        if quantization != "none":
+        if quantization == "int8":
             raise UnsupportedModelError(
                 f"quantization {quantization} needs a family that Headrace defines itself; "
                 f"{raw.get('model_type')!r} runs on Transformers' definition",
                 hint="leave out --quantization",
             )
-        checkpoint = Checkpoint(folder)
-        _is_roomy(checkpoint, dtype, quantization, free_bytes)
-        ops = OpTable.stock(device, dtype, quantization)
+        checkpoint, holder = Checkpoint(folder), None
+        form = Form(dtype)
+        _is_roomy(needed_bytes(checkpoint, form), form, free_bytes)
+        ops = OpTable.stock(device, dtype)
         model, notes = load_fallback(folder, ops, dtype, device, progress)
     return LoadedModel(
         model=model,
@@ -83,26 +101,38 @@ def load_model(
         revision=revision or weights_revision(folder, checkpoint.files),
         weights_bytes=model.nbytes,
         notes=notes,
+        form=form.name(holder.kept_formats if holder else ()),
+        mapped_bytes=holder.mapped_bytes if holder else 0,
+        release=checkpoint.release,
     )
 
 
-def _is_roomy(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, free_bytes: int | None) -> bool:
+def _is_roomy(needed: int, form: Form, free_bytes: int | None) -> bool:
     """Whether two copies of the weights leave half of the memory free.
 
     Raises InsufficientMemoryError when not even one fits.
     """
     if free_bytes is None:
         return True
-    needed = checkpoint.num_elements * (1 if quantization == "int8" else dtype.itemsize)
     if needed > free_bytes:
-        form = str(dtype).removeprefix("torch.") if quantization == "none" else quantization
+        kind = "int8" if form.quantization == "int8" else form.dtype_name
         raise InsufficientMemoryError(
-            f"the weights need {needed / 2**30:.2f} GiB as {form} and "
+            f"the weights need {needed / 2**30:.2f} GiB as {kind} and "
             f"{free_bytes / 2**30:.2f} GiB are available",
             hint="choose a smaller model or free memory"
-            + (", or try --quantization int8" if quantization == "none" else ""),
+            + ("" if form.quantization == "int8" else ", or try --quantization int8"),
         )
     return 2 * needed <= free_bytes // 2
+
+
+def _notes(holder: WeightHolder, form: Form, roomy: bool) -> list[str]:
+    if form.makes_blocks:
+        return ["weights rounded to 8 bits in groups of 32"]
+    if holder.kept_formats:
+        return [f"weights as stored: {', '.join(sorted(holder.kept_formats))}"]
+    if not roomy and not form.pack_formats and form.quantization != "int8":
+        return ["memory is short: weights are held once, which makes single tokens slower"]
+    return []
 
 
 def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> list[int]:

@@ -42,11 +42,15 @@ class ResolvedModel:
     source: str
 
 
-def resolve_model(name: str, *, dtype: str = "bfloat16", progress: Progress | None = None) -> ResolvedModel:
+def resolve_model(
+    name: str, *, dtype: str = "bfloat16", quantization: str = "none", progress: Progress | None = None
+) -> ResolvedModel:
     """The model folder behind ``name``: fetched, converted or just found and checked.
 
     ``dtype`` ("bfloat16", "float32"; "auto" is bfloat16) is that of converted GGUF weights; folders and
-    hub models are taken as they are. A short name wins over a folder of that name; write ./name for that.
+    hub models are taken as they are. ``quantization`` other than "none": in bfloat16, quantized GGUF weights
+    keep their blocks, and the loader decides what becomes of them. A short name wins over a folder of that
+    name; write ./name for that.
 
     Raises ModelNotFoundError with what was tried, CorruptFileError for half-downloaded or damaged files,
     UnsupportedModelError for what cannot be run, StartupError where the cache has no room.
@@ -55,19 +59,21 @@ def resolve_model(name: str, *, dtype: str = "bfloat16", progress: Progress | No
     dtype = "bfloat16" if dtype == "auto" else dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype must be one of auto, {', '.join(DTYPES)}, is {dtype!r}", param="dtype")
+    blocks = quantization != "none" and dtype == "bfloat16"
     short = SHORT_NAMES.get(name.lower())
     if short is not None:
-        folder = folder_for_digest(short.sha256, dtype)
+        folder = folder_for_digest(short.sha256, dtype, blocks=blocks)
         if folder is None:
-            folder = converted_folder(package_file(short, progress), dtype=dtype, progress=progress)
+            file = package_file(short, progress)
+            folder = converted_folder(file, dtype=dtype, blocks=blocks, progress=progress)
         return ResolvedModel(short.name, folder, folder.name, short.source)
     path = Path(name).expanduser()
     if not name.strip():
         raise _not_found(name, path)
     if path.is_dir():
-        return _from_folder(name, path, dtype, progress)
+        return _from_folder(name, path, dtype, blocks, progress)
     if path.is_file():
-        return _from_gguf(name, path, dtype, progress)
+        return _from_gguf(name, path, dtype, blocks, progress)
     if _HUB_ID.fullmatch(name) and not name.startswith(".") and path.suffix != ".gguf":
         folder = fetch_snapshot(name, progress)
         check_folder(folder)
@@ -100,16 +106,16 @@ def _not_found(name: str, path: Path) -> ModelNotFoundError:
     return ModelNotFoundError(f"no model {name!r}; tried {', '.join(tried)}", hint=hint)
 
 
-def _from_gguf(name: str, path: Path, dtype: str, progress: Progress) -> ResolvedModel:
+def _from_gguf(name: str, path: Path, dtype: str, blocks: bool, progress: Progress) -> ResolvedModel:
     if path.suffix != ".gguf":
         raise ModelNotFoundError(
             f"{path} is neither a folder nor a .gguf file", hint="Give the folder that holds config.json."
         )
-    folder = converted_folder(path, dtype=dtype, progress=progress)
+    folder = converted_folder(path, dtype=dtype, blocks=blocks, progress=progress)
     return ResolvedModel(name, folder, folder.name, str(path))
 
 
-def _from_folder(name: str, path: Path, dtype: str, progress: Progress) -> ResolvedModel:
+def _from_folder(name: str, path: Path, dtype: str, blocks: bool, progress: Progress) -> ResolvedModel:
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         whole = [
@@ -118,7 +124,7 @@ def _from_folder(name: str, path: Path, dtype: str, progress: Progress) -> Resol
             if not re.search(r"-\d{5}-of-\d{5}$", file.stem) or "-00001-of-" in file.name
         ]
         if len(whole) == 1:
-            return _from_gguf(name, whole[0], dtype, progress)
+            return _from_gguf(name, whole[0], dtype, blocks, progress)
         if whole:
             raise ModelNotFoundError(
                 f"{path} holds {len(whole)} GGUF models: {', '.join(file.name for file in whole[:5])}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.core.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
@@ -60,3 +61,11 @@ def _indexed_names(index: Path) -> list[str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CorruptFileError(f"{index} names {name[:100]!r}, a safetensors file beside it is needed")
     return names
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """Under what a converted file holds several matrices in one buffer of blocks: their names, which differ
+    in the part before ``.weight`` alone, as one: ``….q_proj+k_proj+v_proj.weight``."""
+    heads = [name.removesuffix(".weight").rpartition(".") for name in names]
+    assert len({head[0] for head in heads}) == 1, names
+    return f"{heads[0][0]}.{'+'.join(head[2] for head in heads)}.weight".lstrip(".")

@@ -7,7 +7,7 @@ layer's worth beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import CorruptFileError, UnsupportedModelError
+from headrace.kernels.blocks import buffer_formats, check_buffer, count_elements
 from headrace.models.safetensors_file import SafetensorsFile
 from headrace.models.weight_files import weight_files
 
@@ -54,7 +55,43 @@ class Checkpoint:
     @property
     def num_elements(self) -> int:
         """Numbers in all tensors together."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(self.elements(name) for name in self.shapes)
+
+    def elements(self, name: str) -> int:
+        """Numbers in one tensor; for blocks, what they stand for."""
+        if self.holds_blocks(name):
+            return count_elements(self._owners[name].get(name))
+        return math.prod(self.shapes[name])
+
+    def stored_bytes(self, name: str) -> int:
+        entry = self._owners[name].entries[name]
+        return entry.end - entry.begin
+
+    def holds_blocks(self, name: str) -> bool:
+        """Whether a name is there and stands for a buffer of quantized blocks."""
+        file = self._owners.get(name)
+        return file is not None and file.entries[name].dtype == "U8" and len(file.entries[name].shape) == 1
+
+    def formats(self, name: str) -> list[str]:
+        """Those of a buffer's blocks."""
+        return buffer_formats(self._owners[name].get(name))
+
+    def take_blocks(self, name: str, rows: Sequence[int], in_features: int) -> Tensor:
+        """A buffer of blocks as a view of the file: weights of these rows below each other.
+
+        Raises CorruptFileError when it does not hold exactly these.
+        """
+        entry = self._owners[name].entries[name]
+        buffer = self._owners[name].get(name)
+        wrong = check_buffer(buffer, rows, in_features)
+        if wrong:
+            raise CorruptFileError(
+                f"{self.folder}: the blocks of {name}: {wrong}", hint="remove the folder; it is made again"
+            )
+        if name not in self._taken:
+            self._taken.add(name)
+            self.taken_bytes += entry.end - entry.begin
+        return buffer
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in its stored type, as a view of the file.
@@ -84,6 +121,14 @@ class Checkpoint:
         self._taken.add(name)
         self.taken_bytes += entry.end - entry.begin
         return file.get(name)
+
+    def alike(self, name: str, other: str) -> bool:
+        """Whether two tensors are stored with the same numbers; the second then counts as taken."""
+        one, two = (self._owners[each].get(each) for each in (name, other))
+        same = one.shape == two.shape and one.dtype is two.dtype and torch.equal(one, two)
+        if same:
+            self._taken.add(other)
+        return same
 
     def copy(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """``take``, as a tensor of its own."""

@@ -1,9 +1,12 @@
-"""A GGUF file made into a model folder that our loader, Transformers and vLLM read, once, on disk.
+"""A GGUF file made into a model folder, once, on disk.
 
-converted/<sha256 of the file>-<dtype>-v<CONVERTER_VERSION>/
+converted/<sha256 of the file>-<form>-v<CONVERTER_VERSION>/      form: bfloat16, float32, or blocks
     config.json  model.safetensors  generation_config.json
     tokenizer.json  tokenizer_config.json  chat_template.jinja
     headrace.json        what it was made of; the folder counts only when sizes match it
+
+Folders of plain numbers are read by our loader, Transformers and vLLM; with blocks, which keep quantized
+weights as the file has them, only by ours. A file without quantized weights gets no folder of blocks.
 """
 
 from __future__ import annotations
@@ -11,19 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from headrace.core.errors import CorruptFileError, ModelNotFoundError, StartupError
-from headrace.kernels.block_layout import BLOCK_SIZES
-from headrace.kernels.dequantize import dequantize, to_bfloat16
+from headrace.core.errors import CorruptFileError, ModelNotFoundError
 from headrace.models.cache import (
     Progress,
     cache_folder,
@@ -34,24 +28,26 @@ from headrace.models.cache import (
     read_record,
     write_json,
 )
-from headrace.models.gguf.config import MappedModel, WeightSource, interleaved_rows, map_model
+from headrace.models.gguf.config import MappedModel, map_model
 from headrace.models.gguf.reader import read_gguf, shard_paths
+from headrace.models.gguf.safetensors_plan import SafetensorsPlan, write_safetensors
 from headrace.models.gguf.tokenizer import MappedTokenizer, map_tokenizer
 
 CONVERTER_VERSION = 1
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-_SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32"}
-_CHUNK_ELEMENTS = 1 << 21
-_MAX_THREADS = 8
+BLOCKS = "blocks"
 
 
-def converted_folder(path: Path, *, dtype: str, progress: Progress = no_progress) -> Path:
+def converted_folder(
+    path: Path, *, dtype: str, blocks: bool = False, progress: Progress = no_progress
+) -> Path:
     """The model folder for a GGUF file, made now unless it was made before.
 
-    ``dtype`` is "bfloat16" or "float32". Raises what ``read_gguf``, ``map_model`` and ``map_tokenizer``
-    raise, and StartupError where the cache has no room.
+    ``dtype`` is "bfloat16" or "float32". ``blocks``: quantized weights stay as they are, and ``dtype`` is
+    that of the others. Raises what ``read_gguf``, ``map_model`` and ``map_tokenizer`` raise, and StartupError
+    where the cache has no room.
     """
-    return folder_for_digest(gguf_digest(path, progress), dtype) or _convert(path, dtype, progress)
+    digest = gguf_digest(path, progress)
+    return folder_for_digest(digest, dtype, blocks=blocks) or _convert(path, digest, dtype, blocks, progress)
 
 
 def gguf_digest(path: Path, progress: Progress = no_progress) -> str:
@@ -77,33 +73,46 @@ def _check_start(path: Path) -> None:
         )
 
 
-def folder_for_digest(digest: str, dtype: str) -> Path | None:
+def folder_for_digest(digest: str, dtype: str, *, blocks: bool = False) -> Path | None:
     """The complete converted folder of a file with that SHA-256, if there is one."""
-    folder = _target(digest, dtype)
+    if not blocks:
+        return _complete(digest, dtype)[0]
+    folder = _complete(digest, BLOCKS)[0]
+    if folder is None:
+        plain, record = _complete(digest, dtype)
+        folder = plain if record.get("quantized") is False else None
+    return folder
+
+
+def _complete(digest: str, form: str) -> tuple[Path | None, dict[str, Any]]:
+    """A folder, None when it is not complete, and what it says of itself."""
+    folder = _target(digest, form)
     record = read_record(folder / "headrace.json")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
-        return None
+        return None, {}
     with contextlib.suppress(OSError):
         if all((folder / name).stat().st_size == size for name, size in record["files"].items()):
-            return folder
-    return None
+            return folder, record
+    return None, {}
 
 
-def _target(digest: str, dtype: str) -> Path:
-    return cache_folder() / "converted" / f"{digest}-{dtype}-v{CONVERTER_VERSION}"
+def _target(digest: str, form: str) -> Path:
+    return cache_folder() / "converted" / f"{digest}-{form}-v{CONVERTER_VERSION}"
 
 
-def _convert(path: Path, dtype: str, progress: Progress) -> Path:
-    digest = gguf_digest(path)
-    target = _target(digest, dtype)
+def _convert(path: Path, digest: str, dtype: str, blocks: bool, progress: Progress) -> Path:
+    target = _target(digest, BLOCKS if blocks else dtype)
     with locked(target.name):
-        made = folder_for_digest(digest, dtype)  # by another process, while this one waited
+        made = folder_for_digest(digest, dtype, blocks=blocks)  # by another process, while this one waited
         if made is not None:
             return made
         file = read_gguf(path)
         model = map_model(file)
+        quantized = any(SafetensorsPlan.is_quantized(source) for source in model.weights)
+        if blocks and not quantized:
+            return _complete(digest, dtype)[0] or _convert(path, digest, dtype, False, progress)
         tokenizer = map_tokenizer(file, model.config["vocab_size"])
-        plan = SafetensorsPlan.of(model.weights, dtype)
+        plan = SafetensorsPlan.of(model.weights, dtype, blocks=blocks)
         with new_folder(target, needed_bytes=plan.file_bytes + (64 << 20)) as folder:
             write_safetensors(folder / "model.safetensors", plan, progress)
             _write_texts(folder, model, tokenizer, dtype)
@@ -111,8 +120,9 @@ def _convert(path: Path, dtype: str, progress: Progress) -> Path:
                 "source": str(path.resolve()),
                 "sha256": digest,
                 "dtype": dtype,
+                "quantized": quantized,
                 "converter_version": CONVERTER_VERSION,
-                "revision": f"{digest}-{dtype}-v{CONVERTER_VERSION}",
+                "revision": target.name,
                 "files": {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())},
             }
             write_json(folder / "headrace.json", record)
@@ -133,96 +143,3 @@ def _write_texts(folder: Path, model: MappedModel, tokenizer: MappedTokenizer, d
     (folder / "tokenizer.json").write_text(text, "utf-8")
     if tokenizer.chat_template is not None:
         (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
-
-
-@dataclass(frozen=True)
-class SafetensorsPlan:
-    """Where each tensor goes in a safetensors file: header first, then the data without gaps."""
-
-    dtype: str
-    header: bytes
-    places: list[tuple[WeightSource, int]]  # offset in the file
-    file_bytes: int
-
-    @staticmethod
-    def of(weights: list[WeightSource], dtype: str) -> SafetensorsPlan:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        starts = []
-        end = 0
-        for source in weights:
-            starts.append(end)
-            end += source.tensor.num_elements * _ITEM_BYTES[dtype]
-            entries[source.name] = {
-                "dtype": _SAFETENSORS_NAMES[dtype],
-                "shape": list(source.tensor.shape),
-                "data_offsets": [starts[-1], end],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 64)
-        header = len(text).to_bytes(8, "little") + text
-        places = [(source, len(header) + start) for source, start in zip(weights, starts, strict=True)]
-        return SafetensorsPlan(dtype, header, places, len(header) + end)
-
-
-def write_safetensors(path: Path, plan: SafetensorsPlan, progress: Progress = no_progress) -> None:
-    """Dequantizes every tensor of the plan into the file, in chunks of about 2 million elements.
-
-    Memory in use is a few chunks per thread, whatever the model's size.
-    """
-    if sys.byteorder != "little":
-        raise StartupError("GGUF files can only be converted on little-endian machines")
-    what = "converting the model"
-    done = len(plan.header)
-    with path.open("wb") as file, ThreadPoolExecutor(_num_threads()) as pool:
-        file.write(plan.header)
-        file.truncate(plan.file_bytes)
-        file.flush()
-        descriptor = file.fileno()
-        jobs = [
-            pool.submit(_write_rows, descriptor, source, start, rows, plan.dtype)
-            for source, start in plan.places
-            for rows in _row_ranges(source)
-        ]
-        try:
-            for job in jobs:
-                done += job.result()
-                progress(what, done, plan.file_bytes)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        os.fsync(descriptor)
-
-
-def _num_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MAX_THREADS)
-
-
-def _row_ranges(source: WeightSource) -> Iterator[tuple[int, int]]:
-    num_rows = len(source.tensor.rows)
-    step = max(_CHUNK_ELEMENTS // source.tensor.shape[-1], 1)
-    for start in range(0, num_rows, step):
-        yield start, min(start + step, num_rows)
-
-
-def _write_rows(descriptor: int, source: WeightSource, start: int, rows: tuple[int, int], dtype: str) -> int:
-    """Converts one range of rows and writes it to its place; the number of bytes written."""
-    tensor = source.tensor
-    blocks = tensor.rows[rows[0] : rows[1]]
-    if source.interleaved_heads:
-        if len(tensor.shape) == 1:  # a bias: every element is its own row
-            block_bytes = BLOCK_SIZES[tensor.type][1]
-            blocks = tensor.data.reshape(-1, block_bytes)
-            blocks = blocks[interleaved_rows(len(blocks), source.interleaved_heads)]
-        else:
-            order = interleaved_rows(len(tensor.rows), source.interleaved_heads)
-            blocks = tensor.rows[order[rows[0] : rows[1]]]
-    values = dequantize(blocks.reshape(-1), tensor.type)
-    if source.minus_one:
-        values -= np.float32(1)
-    payload = (to_bfloat16(values).data if dtype == "bfloat16" else values.data).cast("B")
-    offset = start + rows[0] * tensor.shape[-1] * _ITEM_BYTES[dtype]
-    written = 0
-    while written < len(payload):
-        written += os.pwrite(descriptor, payload[written:], offset + written)
-    return written

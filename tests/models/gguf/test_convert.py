@@ -17,7 +17,7 @@ import torch
 
 from headrace.core.errors import CorruptFileError, ModelNotFoundError, StartupError, UnsupportedModelError
 from headrace.models import cache
-from headrace.models.gguf import convert
+from headrace.models.gguf import safetensors_plan
 from headrace.models.gguf.convert import converted_folder
 from tests.models.gguf.files import BASE, MODELS, converted_tensors, tiny_model, write_model
 
@@ -104,7 +104,7 @@ def test_large_tensors_are_converted_in_pieces(tmp_path: Path, monkeypatch: pyte
         tmp_path / "m.gguf", tiny_model(MODELS["llama"] | {"intermediate_size": 4096, "hidden_size": 256})
     )
     whole = (converted_folder(source, dtype="float32") / "model.safetensors").read_bytes()
-    monkeypatch.setattr(convert, "_CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(safetensors_plan, "_CHUNK_ELEMENTS", 1 << 12)
     shutil.rmtree(tmp_path / "cache")
     tracemalloc.start()
     try:
@@ -162,7 +162,7 @@ def test_a_failing_conversion_leaves_nothing(
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert.os, "pwrite", full)
+    monkeypatch.setattr(safetensors_plan.os, "pwrite", full)
     with pytest.raises(StartupError, match="No space left") as caught:
         converted_folder(source, dtype="bfloat16")
     assert "XDG_CACHE_HOME" in str(caught.value.hint)
