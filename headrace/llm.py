@@ -91,7 +91,9 @@ class LLM:
         Raises UsageError for a knob that does not exist or is out of range, and other StartupErrors.
         """
         self.config = _engine_config(knobs)
-        resolved = resolve_model(model, dtype=self.config.dtype, progress=progress)
+        resolved = resolve_model(
+            model, dtype=self.config.dtype, quantization=self.config.quantization, progress=progress
+        )
         self.model_name = resolved.name
         self.tokenizer = Tokenizer.from_folder(resolved.folder, chat_template)
         self._woken = threading.Event()

@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     engine = load_config(EngineConfig, vars(arguments), os.environ, {})
-    if engine.quantization != "none":
+    if engine.quantization == "int8":
         raise UsageError(
             f"--quantization {engine.quantization}: kernels are judged on weights as they were loaded",
             hint="leave out --quantization",

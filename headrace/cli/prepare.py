@@ -66,7 +66,9 @@ def prepare(model: ModelDeployment, progress: Progress) -> Prepared:
     if model.replicas:
         dtype = "float32" if model.engine.dtype == "float32" else "bfloat16"
         try:
-            resolved = resolve_model(model.model, dtype=dtype, progress=progress)
+            resolved = resolve_model(
+                model.model, dtype=dtype, quantization=model.engine.quantization, progress=progress
+            )
         except ModelNotFoundError as error:
             if model.workers and not error.hint:
                 error.hint = "Leave --replicas out to serve it from its workers alone."

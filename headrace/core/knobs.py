@@ -38,9 +38,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _knob("Where the model runs; auto: cuda when there is one.", "cold"),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8"],
-        _knob("int8: weights rounded to 8 bits per output channel, computed weight-only.", "hot"),
-    ] = "none"
+        Literal["auto", "none", "int8"],
+        _knob(
+            "A quantized file's weights: auto (as stored, where the kernels in use read them), none (as numbers "
+            "of the dtype); int8: any weights rounded to 8 bits, in groups of 32 where the kernels read that, "
+            "else per output channel.",
+            "hot",
+        ),
+    ] = "auto"
     pack: Annotated[
         str,
         _knob(

@@ -106,12 +106,13 @@ class Engine:
         with StartKernels(
             config.pack, dtype=dtype, device=self.device, shipped=shipped or Shipped(), load=load_pack
         ) as kernels:
-            kernels.choose(folder)
+            pack_formats = kernels.choose(folder)
             loaded = load_model(
                 folder,
                 dtype=dtype,
                 device=self.device,
                 quantization=config.quantization,
+                pack_formats=pack_formats,
                 revision=revision,
                 progress=progress,
                 free_bytes=free_before,
@@ -128,7 +129,11 @@ class Engine:
             config.max_model_len, model_config.max_position_embeddings
         )
         geometry = KVGeometry(list(model_config.kv_specs), config.block_size, dtype)
-        free_bytes = min(free_before - loaded.weights_bytes, memory.available_bytes(self.device, share))
+        weights_bytes = loaded.weights_bytes + loaded.model.ops.nbytes
+        if pack_formats:  # the kernels' own forms are read, and the system may take the files' pages back
+            loaded.release()
+            weights_bytes -= loaded.mapped_bytes
+        free_bytes = min(free_before - weights_bytes, memory.available_bytes(self.device, share))
         self.kv_size = memory.size_kv_cache(
             config,
             self.max_model_len,
@@ -141,7 +146,7 @@ class Engine:
             kv_dtype=str(dtype).removeprefix("torch."),
             kv_layout=KV_LAYOUT,
             block_size=config.block_size,
-            weights_digest="" if config.quantization == "none" else config.quantization,
+            weights_digest=loaded.form,
         )
         self.block_pool = BlockPool(
             self.kv_size.num_blocks, config.block_size, track_saved=config.kv_disk_gb > 0
@@ -197,7 +202,7 @@ class Engine:
             "root_identity": root,
             "eos_token_ids": list(loaded.eos_token_ids),
             "load_seconds": time.monotonic() - started,
-            "weights_bytes": loaded.weights_bytes + loaded.model.ops.nbytes,
+            "weights_bytes": weights_bytes,
             "kv_bytes": self.kv_size.nbytes,
             "kv_block_bytes": self.kv_block_bytes,
             "kv_format": self.kv_format,

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from headrace.core.errors import CompilerMissingError, HeadraceError, PackError
-from headrace.core.packs import AUTO, NONE
+from headrace.core.packs import AUTO, NONE, PackManifest
 from headrace.core.signatures import PROJECT_KEYS
 from headrace.engine.packs import LoadPack, load_native_pack, pack_id_of
 from headrace.kernels.table import OpTable
@@ -38,8 +38,6 @@ BUILD_S = 300.0
 """How long kernels may be built at a start, those of all packs that are tried together."""
 
 Found = TypeVar("Found")
-
-_PLAIN = {"float32", "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,6 @@ class Started:
     folder: str
     line: str
     batch_invariant: bool
-
-
-class _Formats(msgspec.Struct, frozen=True):
-    op: str = ""
-    weight_formats: list[str] = []
-
-
-class _Kernels(msgspec.Struct, frozen=True):
-    kernels: list[_Formats] = []
 
 
 class StartKernels:
@@ -96,7 +85,8 @@ class StartKernels:
         self._held.close()
 
     def choose(self, model_folder: Path) -> frozenset[str]:
-        """The formats of quantized blocks that the chosen kernels read; none: weights are to be plain.
+        """The formats of weights that the chosen kernels read in every step; none: weights are to be held as
+        stock operators like them.
 
         Raises PackError where a folder was named that is no pack.
         """
@@ -204,15 +194,9 @@ def _words(own: OpTable, ops: OpTable, model: CausalLM) -> tuple[str, bool]:
 
 
 def _formats_of(folder: Path) -> frozenset[str]:
-    """Formats of blocks that every kernel of a pack reads that has weights of a layer or of the head."""
+    """The formats of weights with which a pack computes every step; none: it leaves steps to other operators,
+    and weights are held as those like them."""
     try:
-        kernels = msgspec.json.decode((folder / "pack.json").read_bytes(), type=_Kernels).kernels
+        return msgspec.json.decode((folder / "pack.json").read_bytes(), type=PackManifest).step_formats
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PackError(f"{folder} is no pack: {error}", hint="`headrace packs list` shows them") from None
-    read: dict[str, set[str]] = {}
-    for entry in kernels:
-        if entry.op in ("decoder_layer", "logits_head", "linear"):
-            read.setdefault(entry.op, set()).update(entry.weight_formats)
-    if not read:
-        return frozenset()
-    return frozenset(set.intersection(*read.values()) - _PLAIN)
