@@ -40,9 +40,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         Literal["auto", "none", "int8"],
         _knob(
-            "A quantized file's weights: auto (as stored, where the kernels in use read them), none (as numbers "
-            "of the dtype); int8: any weights rounded to 8 bits, in groups of 32 where the kernels read that, "
-            "else per output channel.",
+            "A quantized file's weights: auto (as stored, where the kernels in use read them), none (as "
+            "numbers of the dtype); int8: any weights rounded to 8 bits, in groups of 32 where the kernels "
+            "read that, else per output channel.",
             "hot",
         ),
     ] = "auto"

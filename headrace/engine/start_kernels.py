@@ -197,6 +197,10 @@ def _formats_of(folder: Path) -> frozenset[str]:
     """The formats of weights with which a pack computes every step; none: it leaves steps to other operators,
     and weights are held as those like them."""
     try:
-        return msgspec.json.decode((folder / "pack.json").read_bytes(), type=PackManifest).step_formats
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        body = (folder / "pack.json").read_bytes()
+    except OSError as error:
         raise PackError(f"{folder} is no pack: {error}", hint="`headrace packs list` shows them") from None
+    try:
+        return msgspec.json.decode(body, type=PackManifest).step_formats
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return frozenset()  # whoever loads it says what is wrong
