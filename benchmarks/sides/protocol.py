@@ -1,9 +1,10 @@
-"""What the bench and a side's process say to each other. Standard library only: peers' venvs import it.
+"""What the bench and a side's process say to each other. Standard library (and numpy, which every side has).
 
     bench ──► side (a JSON line on stdin)         side ──► bench (a JSON line on stdout)
                                                   {"event": "ready", "weights_seconds": …, "notes": …}
     {"op": "prefill", "prompts": [[ids…]]}        {"seconds": …}                 first token of all
     {"op": "decode", "prompts": …, "tokens": n}   {"tokens": …, "seconds": …}    after all had one
+    {"op": "logits", "tokens": […], "file": …}    {"rows": n}                    a .npy of (tokens, vocab)
     EOF                                           exits
 
 One step-by-step timeline serves both: prefill is from the first prompt's hand-in until every sequence has
@@ -27,6 +28,16 @@ class Side(Protocol):
     notes: str
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timeline: ...
+
+    def logits(self, tokens: list[int]) -> Any:
+        """(tokens, vocab): logits, or log-probabilities, of what follows each token."""
+
+
+def matrix(rows: list[list[int]], dtype: str) -> Any:
+    """(rows, columns) as numpy."""
+    import numpy
+
+    return numpy.array(rows, dtype=dtype)
 
 
 class Timeline:
@@ -88,7 +99,9 @@ def serve(make: Callable[[list[str]], Side]) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            if command["op"] == "prefill":
+            if command["op"] == "logits":
+                answer = _write(side.logits(command["tokens"]), command["file"])
+            elif command["op"] == "prefill":
                 answer = side.run(command["prompts"], 1).prefill()
             else:
                 answer = side.run(command["prompts"], command["tokens"] + 1).decode()
@@ -96,3 +109,11 @@ def serve(make: Callable[[list[str]], Side]) -> None:
             say({"error": f"{type(error).__name__}: {error}"})
             raise
         say(answer)
+
+
+def _write(logits: Any, file: str) -> dict[str, Any]:
+    import numpy
+
+    rows = numpy.asarray(logits, dtype=numpy.float32)
+    numpy.save(file, rows)
+    return {"rows": len(rows)}

@@ -40,6 +40,11 @@ class TransformersSide:
             timeline.stamp()
         return timeline
 
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        return logits
+
 
 if __name__ == "__main__":
     protocol.serve(lambda arguments: TransformersSide(arguments[0]))

@@ -34,6 +34,7 @@ class VllmSide:
                 enforce_eager=mode == "eager",
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
+                max_logprobs=-1,
             )
         )
         self.weights_seconds: float | None = None
@@ -52,6 +53,22 @@ class VllmSide:
                 timeline.record(output.request_id, len(output.outputs[0].token_ids))
             timeline.stamp()
         return timeline
+
+    def logits(self, tokens: list[int]) -> Any:
+        """Log-probabilities of the whole vocabulary, one row less: what follows the last is not asked for."""
+        import numpy
+
+        params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
+        self._engine.add_request(str(next(self._ids)), self._prompt(prompt_token_ids=tokens), params)
+        rows: list[Any] = []
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                rows = output.prompt_logprobs or rows
+        width = max(map(len, rows[1:]))
+        table = numpy.full((len(rows) - 1, width), -numpy.inf, dtype=numpy.float32)
+        for place, row in enumerate(rows[1:]):
+            table[place, list(row)] = [entry.logprob for entry in row.values()]
+        return table
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as front
 from benchmarks import engine
 from benchmarks.child import Child, ChildError
-from benchmarks.contenders import SIDES, Model
+from benchmarks.contenders import Model
 from benchmarks.engine_rows import TARGETS, Measurements, prefill_flops_per_token, rows_of
+from benchmarks.forms import FORMS, QUANTIZATION, SIDES
 from benchmarks.long_rows import LongRun
 from benchmarks.long_rows import rows_of as long_rows_of
+from benchmarks.quality import kl_divergence
 from benchmarks.sides import operators
 from benchmarks.sides.protocol import Timeline
 from headrace.bench.metrics import RequestTrace
@@ -73,31 +76,68 @@ def test_operators_are_timed_at_their_depth() -> None:
     assert measured["linear_seconds"] > 0 and measured["attention_seconds"] > 0
 
 
-def test_every_bound_of_the_issue_has_its_row(tmp_path: Path) -> None:
+METRICS = ("pp512", "pp2048", "tg128", "tg64x8")
+BITS = {"bf16": 16.0, "8-bit": 8.0, "file": 4.0}
+# what 500 weights take at those bits
+ROOFS = {"stream": {"1000": 1e6, "500": 1e6, "250": 1e6}, "gemm_bf16": 1e9}
+
+
+def filled() -> Measurements:
+    """Ours twice as fast as anybody else; openvino-file holds more bits."""
     measured = Measurements()
-    for side in SIDES:
-        factor = 2.0 if side == "headrace" else 1.0
-        for metric in ("pp512", "pp2048", "tg128", "tg64x8"):
-            for value in (10.0, 11.0, 12.0):
-                measured.add(side, metric, factor * value)
+    for form in FORMS:
+        for side in form.sides:
+            factor = 2.0 if side in QUANTIZATION else 1.0
+            for metric in METRICS:
+                for value in (10.0, 11.0, 12.0):
+                    measured.add(side, metric, factor * value)
+            measured.add(side, "bits", BITS[form.name] * (1.2 if side == "openvino-file" else 1.0))
     measured.add("headrace", "load.engine", 1.0)
+    return measured
+
+
+def test_every_bound_has_its_row(tmp_path: Path) -> None:
+    measured = filled()
     with measured.failures("llama-file", ChildError):
         raise ChildError("gone")
-    roofs = {"stream": {"1000": 1e6}, "gemm_bf16": 1e9}
-    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, roofs, http=True)}
+    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, ROOFS, http=True)}
     bound = {row.id for row in rows.values() if row.target is not None}
-    assert bound == {f"tiny/{metric}/{peer}" for metric, peer in TARGETS} | {"tiny/load.engine"}
+    expected = {f"tiny/{metric}/{peer}" for metric, peer in TARGETS} | {"tiny/load.engine"}
+    for form in FORMS:
+        expected |= {f"tiny/{metric}/best at {form.name}" for metric in (*METRICS, "http.output")}
+        expected |= {f"tiny/kl/{peer}" for peer in form.peers} | {f"tiny/tg128/roof at {form.name}"}
+    assert bound == expected
     assert rows["tiny/tg128/vllm-eager"].ratio == 2.0 and rows["tiny/tg128/vllm-eager"].met is True
     assert rows["tiny/tg128/transformers"].met is False  # 2.0 is below 2.5
     assert rows["tiny/tg128/vllm-eager"].spread == 2.0
-    assert rows["tiny/tg128/roof"].peer_value == 1000.0
+    assert rows["tiny/tg128/roof at bf16"].peer_value == 1000.0
+    assert rows["tiny/tg128/roof at file"].peer_value == 4000.0
     assert rows["tiny/pp512/llama-file"].note == "gone"
     assert "tiny/http.output/transformers" not in rows
 
 
+def test_the_best_peer_holds_as_many_bits(tmp_path: Path) -> None:
+    measured = filled()
+    for value in (100.0, 100.0, 100.0, 100.0):
+        measured.add("openvino-file", "tg128", value)
+    measured.add("onnxruntime-int4", "tg128", 14.0)
+    measured.add("onnxruntime-int4", "tg128", 14.0)
+    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, ROOFS, http=False)}
+    best = rows["tiny/tg128/best at file"]
+    assert (best.peer, best.peer_value, best.met) == ("onnxruntime-int4", 12.0, True)
+    assert "not at equal bits: 4.00 and 4.80" in rows["tiny/tg128/openvino-file"].note
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    wide = np.log(np.array([[0.5, 0.25, 0.25], [0.9, 0.05, 0.05]]))
+    other = np.log(np.array([[0.25, 0.5, 0.25], [0.9, 0.05, 0.05]])) + 3.0  # logits need not be normalised
+    expected = (0.5 * math.log(2) + 0.25 * math.log(0.5)) / 2
+    assert kl_divergence(wide, other) == pytest.approx(expected)
+    assert kl_divergence(wide, other[:1]) == pytest.approx(2 * expected)
+
+
 def test_without_our_side_nothing_is_met(tmp_path: Path) -> None:
-    roofs = {"stream": {"1000": 1e6}, "gemm_bf16": 1e9}
-    rows = rows_of(model(tmp_path), list(SIDES), Measurements(), roofs, http=False)
+    rows = rows_of(model(tmp_path), list(SIDES), Measurements(), ROOFS, http=False)
     assert all(row.met is False for row in rows if row.target is not None)
 
 
@@ -204,7 +244,7 @@ def test_a_side_that_dies_says_why(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_tells_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(tiny: Model, plan: engine.Plan, measured: Measurements) -> None:
+    def stopped(tiny: Model, sides: list[str], plan: engine.Plan, measured: Measurements) -> None:
         measured.add("headrace", "tg128", 20.0)
         measured.add("vllm-eager", "tg128", 10.0)
         raise SystemExit(143)

@@ -1,15 +1,15 @@
-"""A GGUF file's copy with its matrices in bf16, so that llama.cpp runs the weights that we run."""
+"""A GGUF file's copy with its matrices in another type, so that llama.cpp runs the weights that we run."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_MOSTLY_BF16 = 32
+_FILE_TYPES = {"BF16": 32, "Q8_0": 7}
 
 
-def bf16_copy(source: Path, target: Path) -> Path:
-    """Writes ``target`` once, atomically: matrices as BF16, vectors as F32, every other field as it was."""
+def gguf_copy(source: Path, target: Path, kind: str) -> Path:
+    """Writes ``target`` once, atomically: matrices as BF16 or Q8_0, vectors as F32, the rest as it was."""
     if target.exists():
         return target
     import gguf
@@ -26,17 +26,24 @@ def bf16_copy(source: Path, target: Path) -> Path:
             continue
         element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
-    writer.add_file_type(_MOSTLY_BF16)
+    writer.add_file_type(_FILE_TYPES[kind])
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         if values.ndim < 2:
             writer.add_tensor(tensor.name, values)
         else:
-            kind = GGMLQuantizationType.BF16
-            writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
+            stored = GGMLQuantizationType[kind]
+            writer.add_tensor(tensor.name, quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     partial.replace(target)
     return target
+
+
+def matrix_bytes(source: Path) -> int:
+    """Bytes of a file's tensors."""
+    from gguf import GGUFReader
+
+    return sum(int(tensor.n_bytes) for tensor in GGUFReader(source).tensors)
