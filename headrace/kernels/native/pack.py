@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from headrace.core.errors import NothingCoveredError, PackError
-from headrace.core.packs import PackConditions, PackManifest
+from headrace.core.packs import KernelEntry, PackConditions, PackManifest
 from headrace.kernels.native.build import cpu_features
 from headrace.kernels.native.build_cache import built
 from headrace.kernels.native.op import NativeKernel, make_op
@@ -71,12 +71,26 @@ def load_pack(
     dtype = str(weights.layers[0].attention.qkv.dtype).removeprefix("torch.")
     form = "int8" if any(layer.mlp.down.form == "int8" for layer in weights.layers) else dtype
     check_conditions(manifest.conditions, dtype=form, dims=model.dims)
+    with built(folder, manifest, build_folder) as libraries:
+        return bind_kernels(manifest.kernels, libraries, base, weights, source=pack_id)
+
+
+def bind_kernels(
+    entries: Sequence[KernelEntry],
+    libraries: Sequence[Path],
+    base: OpTable,
+    weights: DecoderWeights,
+    *,
+    source: str,
+) -> OpTable:
+    """``base`` with a native op for each entry, from its library. Raises PackError when none of them covers
+    any of the weights."""
     store = WeightStore()
     ops: dict[str, Callable[..., Any]] = {}
     uncovered: list[PackError] = []
-    with built(folder, manifest, build_folder) as libraries, torch.inference_mode():
-        # of several kernels for one op the manifest's last is asked first, and base's op at the end
-        for entry, library in zip(manifest.kernels, libraries, strict=True):
+    with torch.inference_mode():
+        # of several kernels for one op the last is asked first, and base's op at the end
+        for entry, library in zip(entries, libraries, strict=True):
             op = make_op(NativeKernel(library), entry, ops.get(entry.op) or base.unbound(entry.op))
             try:
                 op.prepare(weights, store)
@@ -86,7 +100,7 @@ def load_pack(
                 ops[entry.op] = op
     if not ops:
         raise uncovered[0]
-    return base.replace(source=pack_id, **ops)
+    return base.replace(source=source, **ops)
 
 
 def read_manifest(folder: Path) -> tuple[PackManifest, str]:
