@@ -139,6 +139,7 @@ struct AttendPlan {
     static constexpr int64_t VECTORS = 384;        // query vectors of a tile, about
     static constexpr int64_t FEW = 64;             // query vectors, up to which chunks may be shared out
     static constexpr int64_t MOST_PARTIALS = 4 << 20;  // floats
+    static constexpr int64_t DIRECT = 12;          // query vectors, up to which keys and values are not kept turned
     static constexpr int64_t TURN = 8;             // a chunk's own cost, in query vectors
 
     // floats that a chunk of a group leaves: most, total, weighted values
@@ -239,6 +240,7 @@ struct AttendPlan {
 
 // A thread's own memory.
 struct AttendRoom {
+    Addresses *where;  // of the chunk at work and of the next
     uint32_t *keys, *values;
     float *scores, *sums;      // (BATCH, CHUNK), (BATCH, value_width)
     float *most, *total;       // of a chunk, at lane_of each vector of a tile
@@ -247,6 +249,7 @@ struct AttendRoom {
 
     void carve(const Cache &c, int64_t rows, Carver &carver) {
         const int64_t vectors = rows * c.fan, lanes = lanes_of(vectors), width = c.value_width();
+        where = carver.take<Addresses>(2);
         keys = carver.take<uint32_t>(c.key_width() / 2 * CHUNK);
         values = carver.take<uint32_t>((width + PANEL - 1) / PANEL * PANEL * CHUNK_PAIRS);
         scores = carver.take<float>(BATCH * CHUNK), sums = carver.take<float>(BATCH * width);
@@ -272,40 +275,65 @@ struct AttendWork {
     const AttendPlan &plan;
     const AttendTask &task;
     const AttendRoom &room;
+    int half = 0;  // of room.where, that has the chunk at work
 
     int64_t vectors() const { return task.rows * c.fan; }
     int64_t len(int64_t vector) const { return task.len + vector / c.fan; }
     float factor() const { return c.softcap > 0 ? LOG2_E : c.scale * LOG2_E; }
 
-    // A chunk's keys and values, as far as the task's rows see them; beside them stand copies of those seen.
-    void turn(int64_t begin) const {
-        const int64_t last = len(vectors() - 1), first = c.first_key(task.len);
-        const int64_t from = first > begin ? first : begin, to = last < begin + CHUNK ? last : begin + CHUNK;
-        const uint16_t *keys[CHUNK], *values[CHUNK];
-        const uint16_t *key = c.keys + task.kv_head * c.key_head, *value = c.values + task.kv_head * c.value_head;
-        int64_t block = from / c.block_size, within = from % c.block_size;
-        for (int64_t i = from; i < to; i++) {
-            int64_t slot = task.table[block] * c.block_size + within;
-            keys[i - begin] = key + slot * c.key_slot, values[i - begin] = value + slot * c.value_slot;
-            if (++within == c.block_size) within = 0, block++;
+    const Addresses &here() const { return room.where[half]; }
+    const Addresses &there() const { return room.where[half ^ 1]; }  // the next chunk's
+    bool few() const { return vectors() <= AttendPlan::DIRECT; }
+
+    // Addresses of a chunk's keys and values, as far as the task's rows see them; beside those, of one of them.
+    void find(int64_t chunk, Addresses &where) const {
+        const int64_t begin = chunk * CHUNK, last = len(vectors() - 1), first = c.first_key(task.len);
+        const int64_t from = first > begin ? first - begin : 0, to = last < begin + CHUNK ? last - begin : CHUNK;
+        const uint16_t **keys = where.keys, **values = where.values;
+        const uint16_t *const key = c.keys + task.kv_head * c.key_head, *const value = c.values + task.kv_head * c.value_head;
+        int64_t block = (begin + from) / c.block_size, within = (begin + from) % c.block_size;
+        for (int64_t i = from; i < to; block++, within = 0) {
+            const int64_t slot = task.table[block] * c.block_size + within, end = i + c.block_size - within < to ? i + c.block_size - within : to;
+            const uint16_t *k = key + slot * c.key_slot, *v = value + slot * c.value_slot;
+            for (; i < end; i++, k += c.key_slot, v += c.value_slot) keys[i] = k, values[i] = v;
         }
-        const int count = (int)(to - begin), used = (count + LANES - 1) / LANES;
-        for (int64_t i = 0; i < from - begin; i++) keys[i] = keys[from - begin], values[i] = values[from - begin];
-        for (int i = count; i < used * LANES; i++) keys[i] = keys[count - 1], values[i] = values[count - 1];
-        turn_keys(keys, used, c.head_dim, room.keys);
-        pair_values(values, used, c.v_head_dim, room.values);
+        for (int64_t i = 0; i < from; i++) keys[i] = keys[from], values[i] = values[from];
+        for (int64_t i = to; i < CHUNK; i++) keys[i] = keys[to - 1], values[i] = values[to - 1];
+    }
+
+    // 16 · vectors of the chunk's keys, turned, from a panel's first vector on
+    void turn(int from, int vectors) const {
+        const int64_t width = c.key_width() / 2;
+        for (int i = from; i < from + vectors; i++)
+            turn_keys(here(), there(), i * LANES, c.head_dim, room.keys + (i - from) / PANEL_VECTORS * width * PANEL + i % PANEL_VECTORS * LANES);
+    }
+
+    // For a task of many vectors, once a chunk.
+    void turn_all(int64_t chunk) const {
+        const int64_t left = len(vectors() - 1) - chunk * CHUNK;
+        const int used = left < CHUNK ? (int)((left + LANES - 1) / LANES) : CHUNK_VECTORS;
+        turn(0, used);
+        pair_values(here(), there(), used * LANES / 2, c.v_head_dim, room.values);
     }
 
     // A batch of vectors on a chunk's keys: room.most and .total, sums (count, value_width). false: they see none
     // of them, and nothing is written.
-    bool compute(int64_t begin, int64_t from, int64_t count, float *sums) const {
-        const int64_t low_len = len(from), high_len = len(from + count - 1);
+    bool compute(int64_t chunk, int64_t from, int64_t count, float *sums) const {
+        const int64_t begin = chunk * CHUNK, low_len = len(from), high_len = len(from + count - 1);
         if (high_len <= begin || c.first_key(low_len) >= begin + CHUNK) return false;
         const int64_t end = high_len < begin + CHUNK ? high_len - begin : CHUNK;
         const int used = (int)((end + LANES - 1) / LANES);
         const int64_t width = c.key_width() / 2;
         const uint32_t *q = (const uint32_t *)plan.queries + ((task.kv_head * c.rows + task.row) * c.fan + from) * width;
-        multiply(count, q, width, room.keys, width * PANEL, used, width, room.scores, CHUNK);
+        if (few()) {
+            for (int at = 0; at < used; at += PANEL_VECTORS) {
+                const int some = used - at < PANEL_VECTORS ? used - at : PANEL_VECTORS;
+                turn(at, some);
+                multiply(count, q, width, room.keys, 0, some, width, room.scores + at * LANES, CHUNK);
+            }
+        } else {
+            multiply(count, q, width, room.keys, width * PANEL, used, width, room.scores, CHUNK);
+        }
         const bool whole = low_len >= begin + CHUNK && c.first_key(high_len) <= begin;
         float *most = room.most + lane_of(from), *total = room.total + lane_of(from);
         for (int64_t i = 0; i < count; i++) {
@@ -318,7 +346,9 @@ struct AttendWork {
                 weigh<false>(scores, used, low < 0 ? 0 : (int)low, high > CHUNK ? CHUNK : (int)high, factor(), most[i], total[i]);
             }
         }
-        multiply(count, (const uint32_t *)room.scores, CHUNK, room.values, CHUNK_PAIRS * PANEL, (int)(c.value_width() / LANES), used * LANES / 2, sums, c.value_width());
+        const uint32_t *weights = (const uint32_t *)room.scores;
+        if (few()) multiply_values(count, weights, CHUNK, here(), there(), used * LANES / 2, c.v_head_dim, sums, c.value_width());
+        else multiply(count, weights, CHUNK, room.values, CHUNK_PAIRS * PANEL, (int)(c.value_width() / LANES), used * LANES / 2, sums, c.value_width());
         return true;
     }
 
@@ -371,24 +401,28 @@ struct AttendWork {
         for (int64_t from = 0; from < vectors(); from += BATCH) visit(from, vectors() - from < BATCH ? vectors() - from : BATCH);
     }
 
-    template <class Emit> INLINE_MEMBER void run(const Emit &emit) const {
+    // prepare(addresses): the next task's first chunk's, if there is a next task
+    template <class Prepare, class Emit> INLINE_MEMBER void run(const Prepare &prepare, const Emit &emit) {
         const int64_t width = c.value_width(), lanes = lanes_of(vectors()), size = AttendPlan::partial_size(c, vectors());
         AttendGroup *group = task.group < 0 ? nullptr : plan.groups + task.group;
         float *partials = group ? plan.partials + group->partial : nullptr;
         if (!group) forget();
         for (int64_t i = 0; i < lanes; i++) room.most[i] = -FLT_MAX, room.total[i] = 0;
         for (int64_t chunk = task.from; chunk < task.to; chunk++) {
-            turn(chunk * CHUNK);
+            if (chunk + 1 < task.to) find(chunk + 1, room.where[half ^ 1]);
+            else prepare(room.where[half ^ 1]);
+            if (!few()) turn_all(chunk);
             float *partial = group ? partials + (chunk - group->from) * size : nullptr;
             batches([&](int64_t from, int64_t count) __attribute__((always_inline)) {
                 float *sums = group ? partial + 2 * lanes + from * width : room.sums, *most = room.most + lane_of(from), *total = room.total + lane_of(from);
-                if (compute(chunk * CHUNK, from, count, sums)) {
+                if (compute(chunk, from, count, sums)) {
                     if (!group) join(from, count, most, total, sums);
                 } else if (group) {
                     for (int64_t i = 0; i < count; i++) most[i] = -FLT_MAX, total[i] = 0;
                     memset(sums, 0, count * width * sizeof(float));
                 }
             });
+            half ^= 1;
             if (group) memcpy(partial, room.most, lanes * 4), memcpy(partial + lanes, room.total, lanes * 4);
         }
         if (group) {
@@ -411,10 +445,19 @@ template <class Emit> INLINE void attend_all(const Cache &c, const AttendPlan &p
     Carver carver = {plan.own + plan.own_bytes * team.id};
     AttendRoom room;
     room.carve(c, plan.most_rows, carver);
-    for (;;) {
-        const int64_t at = __atomic_fetch_add(plan.next, 1, __ATOMIC_RELAXED);
-        if (at >= plan.num_tasks) return;
-        AttendWork{c, plan, plan.tasks[at], room}.run(emit);
+    auto take = [&] { return __atomic_fetch_add(plan.next, 1, __ATOMIC_RELAXED); };
+    int64_t at = take();
+    if (at >= plan.num_tasks) return;
+    int half = 0;
+    AttendWork{c, plan, plan.tasks[at], room}.find(plan.tasks[at].from, room.where[half]);
+    room.where[1] = room.where[0];
+    while (at < plan.num_tasks) {
+        AttendWork work = {c, plan, plan.tasks[at], room, half};
+        work.run([&](Addresses &first) {
+            at = take();
+            if (at < plan.num_tasks) AttendWork{c, plan, plan.tasks[at], room}.find(plan.tasks[at].from, first);
+        }, emit);
+        half = work.half;
     }
 }
 

@@ -130,27 +130,40 @@ INLINE void transpose16(__m512i *r) {
 }
 #endif
 
-// 16 · vectors keys of dim → panels of [pair][PANEL keys], 0 from dim to the next multiple of 32
-INLINE void turn_keys(const uint16_t *const *keys, int vectors, int64_t dim, uint32_t *to) {
-    const int64_t lines = half_lines(dim), panel = lines * LANES * PANEL;
-    for (int group = 0; group < vectors; group++) {
-        const uint16_t *const *from = keys + group * LANES;
-        uint32_t *columns = to + group / PANEL_VECTORS * panel + group % PANEL_VECTORS * LANES;
-        for (int64_t line = 0; line < lines; line++, columns += LANES * PANEL) {
+// Where the keys and values of a chunk are.
+struct Addresses {
+    const uint16_t *keys[CHUNK], *values[CHUNK];
+};
+
+// Into the second-level cache: more can be under way to there than to the first.
+INLINE void fetch(const uint16_t *at) { __builtin_prefetch(at, 0, 2); }
+
+// 16 keys of dim, from `at` on → columns of [pair][PANEL keys], 0 from dim to the next multiple of 32. The next
+// chunk's are fetched.
+INLINE void turn_keys(const Addresses &where, const Addresses &next, int at, int64_t dim, uint32_t *columns) {
+    const uint16_t *const *from = where.keys + at;
+    const int64_t lines = half_lines(dim);
+    for (int i = at; i < at + LANES; i++)
+        for (int64_t line = 0; line < lines; line++) fetch(next.keys[i] + line * 32);
+    for (int64_t line = 0; line < lines; line++, columns += LANES * PANEL) {
 #ifdef __AVX512F__
-            __m512i block[LANES];
+        __m512i block[LANES];
+        if (line * 32 + 32 <= dim) {
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) block[i] = (__m512i)load_line(from[i] + line * 32);
+        } else {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) block[i] = (__m512i)load_pairs(from[i], line * 32, dim);
-            transpose16(block);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) memcpy(columns + i * PANEL, &block[i], 64);
-#else
-            for (int i = 0; i < LANES; i++) {
-                vu row = load_pairs(from[i], line * 32, dim);
-                for (int j = 0; j < LANES; j++) columns[j * PANEL + i] = row[j];
-            }
-#endif
         }
+        transpose16(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) memcpy(columns + i * PANEL, &block[i], 64);
+#else
+        for (int i = 0; i < LANES; i++) {
+            vu row = load_pairs(from[i], line * 32, dim);
+            for (int j = 0; j < LANES; j++) columns[j * PANEL + i] = row[j];
+        }
+#endif
     }
 }
 
@@ -176,18 +189,68 @@ INLINE void put_in_order(const float *pairs, float *to) {
     }
 }
 
-// 16 · vectors values of dim → panels of [pair of keys][PANEL dimensions]
-INLINE void pair_values(const uint16_t *const *values, int vectors, int64_t dim, uint32_t *to) {
+// Values of dim → panels of [pair of keys][PANEL dimensions]
+INLINE void pair_values(const Addresses &where, const Addresses &next, int pairs, int64_t dim, uint32_t *to) {
     constexpr int64_t panel = CHUNK_PAIRS * PANEL;
     const int64_t lines = half_lines(dim);
-    for (int pair = 0; pair < vectors * LANES / 2; pair++) {
-        const uint16_t *first = values[2 * pair], *second = values[2 * pair + 1];
+    for (int pair = 0; pair < pairs; pair++) {
+        const uint16_t *first = where.values[2 * pair], *second = where.values[2 * pair + 1];
         for (int64_t line = 0; line < lines; line++) {
+            fetch(next.values[2 * pair] + line * 32), fetch(next.values[2 * pair + 1] + line * 32);
             vu low, high;
             pair_up(load_pairs(first, line * 32, dim), load_pairs(second, line * 32, dim), low, high);
-            uint32_t *at = to + line / 2 * panel + pair * PANEL + line % 2 * 32;
-            memcpy(at, &low, 64), memcpy(at + LANES, &high, 64);
+            uint32_t *columns = to + line / 2 * panel + pair * PANEL + line % 2 * 32;
+            memcpy(columns, &low, 64), memcpy(columns + LANES, &high, 64);
         }
+    }
+}
+
+// c (R, 2 · L vectors) = a (R, pairs) · values from dimension d on, paired up as they are read: what
+// multiply_tile makes of pair_values
+template <int R, int L>
+__attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t pairs, int64_t d, int64_t dim, float *c, int64_t c_stride) {
+    vf sums[R][2 * L] = {};
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        vu column[2 * L];
+#pragma GCC unroll 2
+        for (int line = 0; line < L; line++) {
+            const int64_t from = d + line * 32;
+            fetch(next.values[2 * pair] + from), fetch(next.values[2 * pair + 1] + from);
+            pair_up(load_pairs(where.values[2 * pair], from, dim), load_pairs(where.values[2 * pair + 1], from, dim), column[2 * line], column[2 * line + 1]);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            vu one = a[r * a_stride + pair] - vu{};
+#pragma GCC unroll 4
+            for (int n = 0; n < 2 * L; n++) add_dot(sums[r][n], one, column[n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < 2 * L; n++) store(c + r * c_stride + n * LANES, sums[r][n]);
+}
+template <int L> INLINE void weigh_rows(int rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t pairs, int64_t d, int64_t dim, float *c, int64_t c_stride) {
+    switch (rows) {
+    case 1: return weigh_values<1, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+    case 2: return weigh_values<2, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+#if defined(__AVX512F__)
+    case 3: return weigh_values<3, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+    case 4: return weigh_values<4, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+#endif
+#if defined(__AVX512BF16__)
+    case 5: return weigh_values<5, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+    case 6: return weigh_values<6, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+#endif
+    }
+}
+INLINE void multiply_values(int64_t rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t pairs, int64_t dim, float *c, int64_t c_stride) {
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+        const int here = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
+        const uint32_t *from = a + row * a_stride;
+        int64_t d = 0;
+        for (; TILE_VECTORS >= 4 && d + 32 < dim; d += 64) weigh_rows<2>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
+        for (; d < dim; d += 32) weigh_rows<1>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
     }
 }
 
