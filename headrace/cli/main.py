@@ -19,6 +19,7 @@ from headrace.cli import (
     profile,
     ps,
     reload,
+    replay,
     rounds,
     run,
     scale,
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     loop = (profile, optimize, judge, rounds, packs)
-    for module in (serve, ps, why, scale, reload, chat, run, *loop, collect_env):
+    for module in (serve, ps, why, scale, reload, chat, run, replay, *loop, collect_env):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").strip().splitlines()[0].partition(": ")[2]
         command = commands.add_parser(

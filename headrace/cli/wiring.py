@@ -31,6 +31,7 @@ from headrace.core.version import __version__
 from headrace.fleet.control import ControlServer
 from headrace.fleet.runtime_directory import RuntimeDirectory
 from headrace.fleet.supervisor import LocalModel, Supervisor
+from headrace.gateway.recorder import prepare_folder
 from headrace.gateway.server import bind_socket
 from headrace.text.tokenizer import Tokenizer
 
@@ -45,6 +46,8 @@ async def run_server(settings: Settings, printer: Printer) -> None:
     """Claims the port, loads text and weights side by side, then serves until a signal."""
     started = time.monotonic()
     _print_heading(settings, printer)
+    if settings.gateway.record is not None:
+        prepare_folder(Path(settings.gateway.record).expanduser())
     with Signals() as signals:
         async with contextlib.AsyncExitStack() as stack:
             socket = stack.enter_context(bind_socket(settings.gateway))

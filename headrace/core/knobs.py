@@ -128,6 +128,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_response_backlog_mb: Annotated[
         float, _knob("Unread output after which a slow reader is cut off.", "cold", gt=0)
     ] = 16.0
+    record: Annotated[
+        str | None,
+        _knob(
+            "Folder in which finished answers are recorded, prompts included, for `headrace replay`; "
+            "default: none is.",
+            "cold",
+            word="DIR",
+        ),
+    ] = None
+    record_answers: Annotated[
+        int, _knob("Answers kept in that folder; the oldest are dropped.", "cold", ge=1)
+    ] = 1000
+    record_mb: Annotated[float, _knob("Megabytes kept in that folder.", "cold", gt=0)] = 256.0
     shutdown_grace_s: Annotated[
         float, _knob("Time that running requests get to finish on SIGTERM.", "cold", ge=0)
     ] = 30.0

@@ -153,12 +153,32 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     num_disk_tokens: int = 0
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What computes a replica's tokens. ``form``: what became of the weights' numbers as they were loaded,
+    beside ``quantization``, what was asked for; ``pack``: the id of its kernels, empty: stock operators.
+
+    ``batch_invariant``: the kernels promise that a token's bits depend on the tokens before it alone. Then
+    what has the same revision, dtype, form and pack, on the same hardware, gives the same bits.
+    """
+
+    revision: str
+    dtype: str
+    quantization: str
+    form: str
+    pack: str
+    batch_invariant: bool
+    hardware: str
+    version: str
+    torch: str
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sample of one request after one step.
 
     ``prompt_logprobs`` and ``timing`` come once, with the sample's first tokens; entry 0 of the former is
     None (nothing precedes the first token). ``stop_token`` is the id that ended it, when one did; that id
     is the last of ``token_ids``. ``num_cached_tokens`` is the prompt's length found in the prefix cache.
+    ``origin`` comes where the request is recorded, with a sample's first tokens and whenever it changes.
     """
 
     request_id: str
@@ -170,6 +190,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     timing: Timing | None = None
+    origin: Origin | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):

@@ -85,7 +85,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     them). The last ``num_output_tokens`` ids of ``prompt`` were generated before a rescue: limits,
     penalties and sampling positions count them as output. ``prefill_from`` is the connector's address of
     the replica that computes what this one lacks of the prompt (empty: it computes all itself).
-    ``sampling.seed`` is always set here.
+    ``sampling.seed`` is always set here. ``record``: each token comes with its log-probability, and with
+    what computed it, whether or not the caller asked for it.
     """
 
     request_id: str
@@ -101,6 +102,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session: str | None = None
     deadline: float | None = None
     parent_request: str | None = None
+    record: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

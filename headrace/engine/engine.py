@@ -7,10 +7,8 @@ add ─► Scheduler ─► schedule ─► ModelRunner ─► sampled tokens �
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.core.errors import EngineError, HeadraceError, InvalidRequestError, UsageError
+from headrace.core.errors import EngineError, HeadraceError, InvalidRequestError
 from headrace.core.identity import root_identity
 from headrace.core.knobs import EngineConfig
 from headrace.core.launch import MachineShare
@@ -30,13 +28,16 @@ from headrace.core.messages import (
     BlocksStored,
     CacheEvent,
     Failed,
+    Origin,
     Output,
     Score,
     Stats,
     Timing,
 )
 from headrace.core.request import Request
+from headrace.core.version import __version__
 from headrace.engine import memory
+from headrace.engine.device import describe_device, find_device, hardware_class
 from headrace.engine.model_runner import KV_LAYOUT, KVGeometry, ModelRunner
 from headrace.engine.moves import BlockMoves
 from headrace.engine.packs import LoadPack, Packs, load_native_pack
@@ -47,7 +48,7 @@ from headrace.engine.schedule import Schedule, SchedulerConfig
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.scoring import Scorer
 from headrace.engine.sequence import Sequence
-from headrace.engine.start_kernels import Shipped, StartKernels
+from headrace.engine.start_kernels import Shipped, StartKernels, describe_kernels
 from headrace.engine.step_times import StepTimes
 from headrace.kernels.table import OpTable
 from headrace.kvcache.block_pool import BlockPool
@@ -97,7 +98,7 @@ class Engine:
         started = time.monotonic()
         share = share or MachineShare()
         self.config = config
-        self.device = _device(config.device)
+        self.device = find_device(config.device)
         self.num_threads = config.threads or max(1, num_cores() // share.num_replicas)
         torch.set_num_threads(self.num_threads)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
@@ -121,7 +122,6 @@ class Engine:
             started_with = kernels.bind(loaded.model)
         pack = started_with.pack_id
         self.kernels = started_with.line  # in words, as it started
-        self.batch_invariant = started_with.batch_invariant
         self.packs.start_with(started_with.ops, pack)
         model_config = loaded.model.config
         self.vocab_size = model_config.vocab_size
@@ -188,11 +188,22 @@ class Engine:
         self._nothing_to_compute = False  # in the last step, and nothing was asked since
         self._pending_ops: OpTable | None = None
         self._num_steps = 0
+        self._origin = Origin(
+            revision=loaded.revision,
+            dtype=str(dtype).removeprefix("torch."),
+            quantization=config.quantization,
+            form=loaded.form,
+            pack=pack,
+            batch_invariant=started_with.batch_invariant,
+            hardware=hardware_class(self.device, self.num_threads),
+            version=__version__,
+            torch=torch.__version__,
+        )
         self._seeds = _seeds(config.seed)
         self.hello_fields: dict[str, Any] = {
             "model_revision": loaded.revision,
-            "device": _describe(self.device, self.num_threads),
-            "hardware": _hardware(self.device, self.num_threads),
+            "device": describe_device(self.device, self.num_threads),
+            "hardware": self._origin.hardware,
             "dtype": str(dtype).removeprefix("torch."),
             "vocab_size": self.vocab_size,
             "max_model_len": self.max_model_len,
@@ -216,6 +227,11 @@ class Engine:
                 *self.moves.notes,
             ],
         }
+
+    @property
+    def origin(self) -> Origin:
+        """What computes tokens now."""
+        return self._origin
 
     @property
     def has_work(self) -> bool:
@@ -247,9 +263,12 @@ class Engine:
         ``sent_at`` is when it set out, on the monotonic clock; 0: now.
         """
         self._check(request)
-        if request.sampling.seed is None:
-            sampling = msgspec.structs.replace(request.sampling, seed=next(self._seeds))
-            request = msgspec.structs.replace(request, sampling=sampling)
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=next(self._seeds))
+        if request.record and sampling.logprobs is None:
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
+        request = msgspec.structs.replace(request, sampling=sampling)
         samples = self.scheduler.add(request)
         self._nothing_to_compute = False
         now = time.monotonic()
@@ -299,7 +318,7 @@ class Engine:
         """Runs a prepared pack from the next step on; empty: none. Raises NotFoundError."""
         ops = self.packs.table(pack_id)
         if pack_id != self.packs.active:
-            self._swap_ops(ops)
+            self._swap_ops(ops, pack_id)
             self.packs.active = pack_id
             self.step_times.clear()
 
@@ -336,11 +355,13 @@ class Engine:
         self.scheduler.check_integrity()
         self.moves.check_integrity()
 
-    def _swap_ops(self, ops: OpTable) -> None:
+    def _swap_ops(self, ops: OpTable, pack_id: str = "custom") -> None:
         if ops.provenance != self.runner.model.ops.provenance:
             self.scheduler.reset_prefix_cache()
             self.moves.disable("the kernels were exchanged, and blocks of others would not match")
         self.runner.model.ops = ops
+        _, invariant = describe_kernels(self.packs.table(""), ops, self.runner.model)
+        self._origin = msgspec.structs.replace(self._origin, pack=pack_id, batch_invariant=invariant)
 
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what this model cannot take, whoever asks."""
@@ -390,7 +411,7 @@ class Engine:
         for index, (sequence, token) in enumerate(zip(sampling, sampled.token_ids, strict=True)):
             if failed and sequence.request_id in failed:
                 continue
-            prompt_logprobs, timing = None, None
+            prompt_logprobs, timing, origin = None, None, None
             if sequence.num_sampled_tokens == 1:
                 timing = Timing(
                     max(0.0, sequence.started_at - sequence.added_at - sequence.fill_s),
@@ -407,6 +428,8 @@ class Engine:
                     prompt_logprobs = gathered.entries
             if sequence.finish_reason is not None:
                 self.recorded.add(sequence.tokens)
+            if sequence.records and sequence.origin is not self._origin:
+                origin = sequence.origin = self._origin
             logprob = sampled.logprobs.get(index)
             outputs.append(
                 Output(
@@ -419,6 +442,7 @@ class Engine:
                     None if logprob is None else [logprob],
                     prompt_logprobs,
                     timing,
+                    origin,
                 )
             )
 
@@ -458,36 +482,3 @@ def _seeds(seed: int | None) -> Iterator[int]:
     """Seeds for requests that bring none: drawn by the system, or a fixed row that begins at ``seed``."""
     for count in itertools.count():
         yield secrets.randbits(63) if seed is None else (seed + _SEED_STEP * count) % 2**63
-
-
-def _device(asked: str) -> torch.device:
-    if asked == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if asked == "cuda":
-        raise UsageError(
-            "--device cuda: torch sees no CUDA device",
-            hint="use --device cpu, or install a CUDA build of torch",
-            param="--device",
-        )
-    return torch.device("cpu")
-
-
-def _describe(device: torch.device, num_threads: int) -> str:
-    if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    return f"cpu ({num_threads} threads)"
-
-
-def _hardware(device: torch.device, num_threads: int) -> str:
-    """The class of machine in words: replicas of one class are expected to be equally fast."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    return f"cpu x{num_threads} {name}"

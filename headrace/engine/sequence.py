@@ -68,8 +68,10 @@ class Sequence:
         "num_registered_blocks",
         "num_sampled_tokens",
         "on_release",
+        "origin",
         "prefill_only",
         "prompt_length",
+        "records",
         "request",
         "request_id",
         "runner_state",
@@ -125,6 +127,8 @@ class Sequence:
         self.followers: list[Sequence] = []  # samples held until this one's prompt is computed
         # The engine's to use; times are monotonic.
         self.runner_state: Any = None
+        self.records = request.record
+        self.origin: Any = None  # what was last told of it
         self.added_at = 0.0
         self.started_at = 0.0
         self.fill_s = 0.0  # time that it waited for blocks from elsewhere before it first ran

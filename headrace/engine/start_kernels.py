@@ -118,13 +118,13 @@ class StartKernels:
             folder = Path(self._setting)
             pack_id = pack_id_of(folder)
             ops = self._load(folder, own, model)
-            words, invariant = _words(own, ops, model)
+            words, invariant = describe_kernels(own, ops, model)
             return Started(ops, pack_id, str(folder), f"kernels: pack {pack_id[:12]} ({words})", invariant)
         while self._candidates:
             chosen = self._candidates[0]
             found = self._try(chosen, partial(self._bind, chosen, own, model))
             if found is not None:
-                words, invariant = _words(own, found, model)
+                words, invariant = describe_kernels(own, found, model)
                 line = "; ".join([f"kernels: {chosen.name} ({words})", *self._reasons])
                 return Started(found, chosen.pack_id, str(chosen.folder), line, invariant)
         reasons = "; ".join(self._reasons) or "none ships with this installation"
@@ -180,7 +180,7 @@ class StartKernels:
         self._reasons.append(f"{pack.name}: {reason}")
 
 
-def _words(own: OpTable, ops: OpTable, model: CausalLM) -> tuple[str, bool]:
+def describe_kernels(own: OpTable, ops: OpTable, model: CausalLM) -> tuple[str, bool]:
     """The ops that are not the engine's own; whether they promise the same bits in any batch."""
     from headrace.kernels.native.coverage import describe_coverage, is_batch_invariant, native_ops
     from headrace.kernels.native.pack import Packable

@@ -54,7 +54,9 @@ async def chat_completions(gateway: Gateway, exchange: Exchange, body: bytes, ar
         return
     caller = caller_of(exchange, fields)
     response_id = f"chatcmpl-{exchange.new_id()}"
-    request = engine_request(response_id, served, info, token_ids, block_ids, params, caller)
+    request = engine_request(
+        response_id, served, info, token_ids, block_ids, params, caller, record=gateway.recorder is not None
+    )
     name = fields.model or served.names[0]
     shape = ChatShape(response_id, name, fields, caller, params.n, prompts.tokenizer)
     with gateway.admission.more(params.n - 1):  # the first sample has its permit

@@ -72,7 +72,16 @@ async def completions(gateway: Gateway, exchange: Exchange, body: bytes, arrival
             own = msgspec.structs.replace(params, seed=new_seed())
         request_id = f"{response_id}-{index}" if index else response_id
         requests.append(
-            engine_request(request_id, served, info, prompt.token_ids, prompt.block_ids, own, caller)
+            engine_request(
+                request_id,
+                served,
+                info,
+                prompt.token_ids,
+                prompt.block_ids,
+                own,
+                caller,
+                record=gateway.recorder is not None,
+            )
         )
     name = fields.model or served.names[0]
     shape = CompletionShape(response_id, name, fields, caller, params.n, texts.tokenizer, prompts)

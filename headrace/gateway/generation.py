@@ -112,6 +112,8 @@ class Generation:
             self.samples += group
         self._unfinished = len(self.samples)
         self._num_waiting = len(requests)
+        recorder = gateway.recorder
+        self._recording = None if recorder is None else recorder.begin(shape.response_id, served)
         self._forwarded: Callable[[], None] | None = None  # what aborts a body that went on as text
         self._observe_gap = served.metrics.inter_token_latency.observe
         self._unsent: list[bytes] = []  # parts of events that go out at the end of this turn
@@ -127,6 +129,10 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         return sum([first.num_cached_tokens for first in self.firsts.values()])
+
+    def samples_of(self, request_id: str) -> list[Sample]:
+        """Those of one engine request, in order."""
+        return self._of[request_id]
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -158,6 +164,10 @@ class Generation:
                 self._unsent = []
                 self._abort()
             self._metrics.num_rescues += sum([flight.num_rescues for flight in self.flights.values()])
+        if self._recording is not None and not self._unfinished:
+            record = self._recording.record(self)
+            if record is not None and self._gateway.recorder is not None:
+                self._gateway.recorder.keep(record)
         if not self._streams and not self._unfinished:  # else the caller has gone, or was answered elsewhere
             await self._respond()
 
@@ -172,6 +182,8 @@ class Generation:
     def on_outputs(self, outputs: list[Output]) -> None:
         if self._over:
             return
+        if self._recording is not None:
+            outputs = self._recording.take(outputs, self._of)
         try:
             self._advance(outputs)
         except HeadraceError as error:

@@ -23,6 +23,8 @@ def engine_request(
     block_ids: bytes,
     sampling: SamplingParams,
     caller: Caller,
+    *,
+    record: bool = False,
 ) -> Request:
     """``block_ids`` were computed from ``info``; they are dropped if the model has changed since."""
     return Request(
@@ -33,6 +35,7 @@ def engine_request(
         model=served.model,
         tier=caller.tier,
         session=caller.session,
+        record=record,
     )
 
 

@@ -41,7 +41,7 @@ class Shape:
         """``fields.stream`` false: the whole response is written, and no parts of events are prepared."""
         self.tokenizer = tokenizer
         self.num_samples = num_samples
-        self._id = response_id
+        self.response_id = response_id
         self._model = model
         self._created = int(time.time())
         self._caller = caller
@@ -118,7 +118,7 @@ class Shape:
 
     def _frame(self, kind: str) -> dict[str, Any]:
         frame: dict[str, Any] = {
-            "id": self._id,
+            "id": self.response_id,
             "object": kind,
             "created": self._created,
             "model": self._model,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,7 @@ from headrace.gateway.fleet_metrics import fleet_families
 from headrace.gateway.metrics import Counters, ModelCounters, page, sums
 from headrace.gateway.outbox import Outbox
 from headrace.gateway.prompts import INLINE_BYTES, Prompts, TextPool
+from headrace.gateway.recorder import Recorder
 from headrace.router.refusals import scaled_to_zero
 
 if TYPE_CHECKING:
@@ -124,6 +126,7 @@ class Gateway:
         self.texts = TextPool(
             inline=all(served.tokenizer is None or served.tokenizer.renders_inline for served in self.models)
         )
+        self.recorder = None if config.record is None else _recorder(config, log)
         self.max_body_bytes = int(config.max_body_mb * MEGABYTE)
         self.max_backlog_bytes = int(config.max_response_backlog_mb * MEGABYTE)
         self.draining = False
@@ -185,6 +188,15 @@ class Gateway:
 
     def close(self) -> None:
         self.texts.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def _recorder(config: GatewayConfig, log: logging.Logger) -> Recorder:
+    assert config.record is not None
+    folder = Path(config.record).expanduser()
+    max_bytes = int(config.record_mb * MEGABYTE)
+    return Recorder(folder, max_answers=config.record_answers, max_bytes=max_bytes, log=log)
 
 
 def _model_name(body: bytes) -> str | None:

@@ -247,4 +247,4 @@ async def test_back_to_none_needs_no_preparation(fleet: Fleet) -> None:
         machine.prepared.add("")
     await Rollout(fleet.replicas, Pack(), OLD, fleet.lines.append).run_unseen()
     assert {machine.pack for machine in fleet.machines.values()} == {""}
-    assert fleet.starts_with == [None] * 3 and not any("prepare" in line for line in fleet.log)
+    assert fleet.starts_with == ["none"] * 3 and not any("prepare" in line for line in fleet.log)
