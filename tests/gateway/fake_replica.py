@@ -21,6 +21,7 @@ from headrace.core.messages import (
     Failed,
     Health,
     Hello,
+    Origin,
     Output,
     Probe,
     Stats,
@@ -89,6 +90,7 @@ class FakeReplica:
         self.hangs = False  # neither steps nor answers probes
         self.num_cached_tokens = 0
         self.timing = Timing(0.0, 0.0, 0)
+        self.origin: Origin | None = None
         self.requests: list[Request] = []
         self.aborts: list[Abort] = []
         self.running: dict[tuple[str, int], Running] = {}
@@ -237,6 +239,7 @@ class FakeReplica:
         if reason is not None:
             self._forget(running)
         first, running.began = not running.began, True
+        wanted = 0 if request.record and sampling.logprobs is None else sampling.logprobs
         return [
             Output(
                 request_id=request.request_id,
@@ -245,9 +248,12 @@ class FakeReplica:
                 finish_reason=reason,  # type: ignore[arg-type]
                 stop_token=stop_token,
                 num_cached_tokens=self.num_cached_tokens,
-                logprobs=_logprobs(tokens, sampling.logprobs),
+                logprobs=_logprobs(
+                    tokens, 0 if request.record and sampling.logprobs is None else sampling.logprobs
+                ),
                 prompt_logprobs=_prompt_logprobs(request) if first and index == running.samples[0] else None,
                 timing=self.timing if first else None,
+                origin=self.origin if first and request.record else None,
             )
             for index in running.samples
             if index not in running.aborted
