@@ -193,6 +193,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     call: ModuleCall | None = None  # and how it is called
     weight_formats: list[str] = []
     norm_dtype: str = ""
+    quantization: str = "auto"  # the setting with which the model's weights are such
 
     @property
     def formats(self) -> list[str]:

@@ -78,6 +78,7 @@ class Setting:
         model = resolve_model(target.model, dtype=target.weight_dtype)
         config = EngineConfig(
             dtype="float32" if target.weight_dtype == "float32" else "bfloat16",
+            quantization=target.quantization,  # type: ignore[arg-type]
             threads=options.num_threads,
             block_size=target.dims.get("block_size", 32),
             seed=0,
@@ -89,44 +90,68 @@ class Setting:
         return Setting(model, workload, msgspec.structs.replace(config, max_model_len=length), pack)
 
 
-def compare_engines(built: Built, setting: Setting, options: JudgeOptions) -> EndToEnd:
-    """Interleaved passes of the workload.
+def compare_engines(
+    built: Built | Sequence[Built], setting: Setting, options: JudgeOptions, *, formats: Sequence[str] = ()
+) -> EndToEnd:
+    """Interleaved passes of the workload, with one kernel or several together. ``formats``: of the model's
+    weights where they are blocks. The answers are then held against an engine that has the same blocks and
+    rounds activations as the candidate says, by way of stock operators; else against the baseline.
 
-    Raises Rejected when the candidate fails in the engine, StartupError when the baseline does.
+    Raises Rejected when the candidate fails in the engine, StartupError when another one does.
     """
+    kernels = [built] if isinstance(built, Built) else list(built)
+    sandbox = kernels[0].sandbox
     with (
         tempfile.TemporaryDirectory(prefix="headrace-model-") as scratch,
-        _Engine(built.sandbox, setting, None, options, Path(scratch)) as baseline,
-        _Engine(built.sandbox, setting, built, options, Path(scratch)) as candidate,
+        _Engine(sandbox, setting, [], options, Path(scratch)) as baseline,
+        _Engine(sandbox, setting, kernels, options, Path(scratch)) as candidate,
     ):
         baseline.wait_ready()
         candidate.wait_ready()
         first, own = baseline.run()[1], candidate.run()[1]
-        agreement, agrees = _agreement(baseline, candidate, setting.workload, first, own)
+        sequences = [
+            [*request.prompt, *answer][-_SCORED_TOKENS:]
+            for request, answer in zip(setting.workload.requests, first.tokens, strict=True)
+        ][:_SCORED_SEQUENCES]
+        if formats:
+            stock = Setting(setting.model, setting.workload, setting.config)
+            with _Engine(sandbox, stock, kernels, options, Path(scratch), stands_in=True) as stand_in:
+                stand_in.wait_ready()
+                right = _scores(stand_in, sequences)
+        else:
+            right = _scores(baseline, sequences)
+        agreement, agrees = _agreement(right, _scores(candidate, sequences), first, own)
         ratios = _pairs(baseline, candidate, options.end_to_end_s)
     return EndToEnd(ratios, agreement, agrees)
 
 
+def _scores(engine: _Engine, sequences: list[list[int]]) -> tuple[list[Position], list[Position]]:
+    """As it decodes, and as it computes prompts."""
+    return engine.score(sequences, len(sequences), 1), engine.score(sequences, len(sequences), 0)
+
+
 class _Engine:
-    """A caged engine process; ``built`` None: the baseline. A context manager."""
+    """A caged engine process: no ``kernels``: the baseline; ``stands_in``: says what is right."""
 
     def __init__(
         self,
         sandbox: Sandbox,
         setting: Setting,
-        built: Built | None,
+        kernels: Sequence[Built],
         options: JudgeOptions,
         scratch: Path,
+        *,
+        stands_in: bool = False,
     ) -> None:
-        self._is_candidate = built is not None
+        self._is_candidate = bool(kernels) and not stands_in
+        libraries = {} if stands_in else {each.library: f"/kernel{n}.so" for n, each in enumerate(kernels)}
         command_read, command_write = os.pipe2(os.O_CLOEXEC)
         reply_read, reply_write = os.pipe2(os.O_CLOEXEC)
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         show = _interpreter() | _model_files(setting.model.folder, scratch)
         if setting.pack is not None:
             show[setting.pack.resolve()] = "/pack"
-        if built is not None:
-            show[built.library] = "/kernel.so"
+        show |= libraries
         environment = {
             **ENGINE_ENVIRONMENT,
             "PYTHONPATH": "/app",
@@ -157,9 +182,10 @@ class _Engine:
             revision=setting.model.revision or "judged",
             config=setting.config,
             pack="/pack" if setting.pack is not None else "",
-            library="/kernel.so" if built is not None else "",
-            entry=built.taken.entry if built is not None else None,
+            libraries=[libraries[each.library] for each in kernels] if libraries else [],
+            entries=[each.taken.entry for each in kernels],
             workload=setting.workload,
+            stands_in=stands_in,
         )
         self._send(msgspec.json.encode(task))
 
@@ -223,7 +249,7 @@ class _Engine:
         text = f"{what}: {said}" if said and "process" in what else what
         if self._is_candidate:
             return Rejected("crashed", f"in the engine: {text}")
-        return StartupError(f"the baseline's engine failed: {text}")
+        return StartupError(f"the judge's own engine failed: {text}")
 
 
 def _pairs(baseline: _Engine, candidate: _Engine, seconds: float) -> dict[str, Ratio]:
@@ -246,20 +272,17 @@ def _pairs(baseline: _Engine, candidate: _Engine, seconds: float) -> dict[str, R
 
 
 def _agreement(
-    baseline: _Engine, candidate: _Engine, workload: Workload, first: PassReport, own: PassReport
+    right: tuple[list[Position], list[Position]],
+    candidate: tuple[list[Position], list[Position]],
+    first: PassReport,
+    own: PassReport,
 ) -> tuple[str, bool]:
-    """Both score the same tokens on the path that the workload takes most; in words, and whether it is within
-    the noise floor: what the baseline differs from itself between decoding and prefill."""
-    sequences = [
-        [*request.prompt, *answer][-_SCORED_TOKENS:]
-        for request, answer in zip(workload.requests, first.tokens, strict=True)
-    ][:_SCORED_SEQUENCES]
-    together = len(sequences)
-    decoded = baseline.score(sequences, together, 1)
-    prefilled = baseline.score(sequences, together, 0)
-    noise = max(map(_distance, decoded, prefilled))
-    found = list(map(_distance, candidate.score(sequences, together, 1), decoded))
-    found += map(_distance, candidate.score(sequences, together, 0), prefilled)
+    """Both scored the same tokens, decoding and in prefill; in words, and whether it is within the noise
+    floor: what the right one differs from itself between the two."""
+    noise = max(map(_distance, *right))
+    found = [
+        distance for mine, its in zip(candidate, right, strict=True) for distance in map(_distance, mine, its)
+    ]
     wrong = sum(distance > noise for distance in found) / len(found)
     same = sum(len(_common(a, b)) for a, b in zip(first.tokens, own.tokens, strict=False))
     count = sum(map(len, first.tokens))

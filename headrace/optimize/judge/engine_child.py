@@ -1,5 +1,6 @@
 """One engine of an end-to-end comparison, in the cage: the stock operators or the pack in use, and in one of
-the two the candidate as well.
+the two the candidate as well. A third one may say what is right: stock operators on weights in the form that
+the candidate reads, with activations rounded as it says that it does.
 
     python -m headrace.optimize.judge.engine_child COMMANDS REPLIES      descriptors of pipes
 
@@ -19,28 +20,30 @@ import msgspec
 
 from headrace.core.knobs import EngineConfig
 from headrace.core.messages import Score, Scores
-from headrace.core.packs import KernelEntry
+from headrace.core.packs import NONE, KernelEntry, PackConditions, PackManifest
 from headrace.core.request import pack_tokens
 from headrace.engine.engine import Engine
 from headrace.engine.packs import load_native_pack
-from headrace.kernels.native.op import NativeKernel, make_op
-from headrace.kernels.native.store import WeightStore
+from headrace.kernels.native.pack import bind_kernels, read_manifest
 from headrace.kernels.table import OpTable
+from headrace.optimize.judge.quantized import standing_in
 from headrace.optimize.profile.workloads import Workload, run
 
 NUM_TOP = 8
 
 
 class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths are those in the cage; ``pack`` and ``library`` may be empty. ``entry`` is the candidate's."""
+    """Paths are those in the cage; ``pack`` may be empty. ``entries`` and ``libraries`` are the candidate's
+    kernels; ``stands_in``: its weights' form and rounding, and stock operators."""
 
     model: str
     revision: str
     config: EngineConfig
     pack: str
-    library: str
-    entry: KernelEntry | None
+    libraries: list[str]
+    entries: list[KernelEntry]
     workload: Workload
+    stands_in: bool = False
 
 
 class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,19 +114,40 @@ def _engine(task: EngineTask) -> Engine:
     def load(folder: Path, ops: OpTable, model: Any) -> OpTable:
         if task.pack:
             ops = load_native_pack(Path(task.pack), ops, model)
-        if task.entry is None:
+        if task.stands_in:
+            rounds = any(entry.activations == "int8" for entry in task.entries)
+            return standing_in(ops, rounds=rounds)
+        libraries = [Path(library) for library in task.libraries]
+        if not libraries:
             return ops
-        op = make_op(NativeKernel(Path(task.library)), task.entry, ops.unbound(task.entry.op))
-        op.prepare(model.weights, WeightStore())
-        return ops.replace(source="candidate", **{task.entry.op: op})
+        return bind_kernels(task.entries, libraries, ops, model.weights, source="candidate")
 
-    config = task.config
-    if task.pack or task.entry is not None:
-        stand_in = Path("/tmp/pack")
-        stand_in.mkdir()
-        (stand_in / "pack.json").write_text("{}")
-        config = msgspec.structs.replace(config, pack=str(stand_in))
+    pack = NONE
+    if task.pack or task.entries:
+        # what is loaded says in which form it reads weights, as a pack does
+        kept = read_manifest(Path(task.pack))[0].kernels if task.pack else []
+        pack = str(_stand_in(Path("/tmp/pack"), [*kept, *task.entries]))
+    config = msgspec.structs.replace(task.config, pack=pack)
     return Engine(config, Path(task.model), revision=task.revision, load_pack=load)
+
+
+def _stand_in(folder: Path, kernels: list[KernelEntry]) -> Path:
+    """The folder of a pack that has a manifest and nothing else."""
+    folder.mkdir()
+    manifest = PackManifest(
+        format=1,
+        name="candidate",
+        kind="kernels",
+        kernels=kernels,
+        conditions=PackConditions(),
+        author="",
+        round_id="",
+        licence="",
+        created="",
+        files={},
+    )
+    (folder / "pack.json").write_bytes(msgspec.json.encode(manifest))
+    return folder
 
 
 def _report(done: Any) -> PassReport:

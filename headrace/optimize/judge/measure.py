@@ -95,7 +95,7 @@ def measure_built(
         return _measurement(folder, digest, alone, None, detail, won=bool(target.module))
     try:
         setting = Setting.of(target, workload, baseline_pack, options)
-        found = compare_engines(built, setting, options)
+        found = compare_engines(built, setting, options, formats=target.weight_formats)
     except Rejected:
         raise
     except HeadraceError as error:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import composite
+from headrace.kernels import composite, stock
 from headrace.kernels.block_layout import BLOCK_SIZES, TYPES, header, lay_out
 from headrace.kernels.blocks import part_rows
 from headrace.kernels.table import OpTable
@@ -68,8 +69,32 @@ def round_groups(x: Tensor) -> Tensor:
     return rounded.view(x.shape).to(x.dtype)
 
 
+def standing_in(table: OpTable, *, rounds: bool) -> OpTable:
+    """``table`` for a model whose weights are blocks: these become numbers once, and products with them are
+    float32; ``rounds``: with activations rounded to 8 bits first."""
+    linear: Callable[..., Tensor] = table.linear
+    known: dict[int, tuple[PackedLinear, Tensor]] = {}
+
+    def product(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+        if packed.form != "blocks":
+            return linear(x, packed, residual)
+        if id(packed) not in known:
+            known[id(packed)] = packed, packed.dense()
+        weight = known[id(packed)][1]
+        bias = None if packed.bias is None else packed.bias.float()
+        y = F.linear((round_groups(x) if rounds else x).float(), weight, bias).to(x.dtype)
+        return y if residual is None else y.add_(residual)
+
+    return table.replace(
+        source="stand-in",
+        linear=product,
+        logits_head=stock.logits_head_of(product),
+        gated_linear=composite.gated_linear,
+    )
+
+
 def rounding(table: OpTable) -> OpTable:
-    """``table`` with every product's activations rounded to 8 bits first."""
+    """``table`` with the activations of every product rounded to 8 bits first."""
     linear: Callable[..., Tensor] = table.linear
     head: Callable[..., Tensor] = table.logits_head
 

@@ -1,5 +1,5 @@
-"""Weights in quantized blocks: honest kernels pass on every format, with rounded activations and without; those
-that round them further, or leave blocks out, do not."""
+"""Weights in quantized blocks: honest kernels pass on every format; those that round activations further than
+they say, or leave blocks out, do not."""
 
 from __future__ import annotations
 
@@ -89,3 +89,77 @@ def test_every_op(op: str, config: ops.DecoderConfig, formats: list[str], tmp_pa
         assert verdict.passed, f"{verdict.reason}: {verdict.detail}"
         worst = max(each.error / each.limit for each in verdict.errors)
         assert worst < 0.7, f"{says}: {worst}"
+
+
+KEEPS = """#include <map>
+#include <string>
+static hr_tensor first(const hr_tensor &weight) {
+    static std::map<const void *, std::string> kept;
+    std::string &mine = kept[weight.data];
+    int64_t size = weight.shape[0] * weight.shape[1];
+    if (mine.empty()) mine.assign((const char *)weight.data, 64 + size / 32 * 34);
+    hr_tensor copy = weight;
+    copy.data = mine.data();
+    return copy;
+}
+"""
+CHEATS = {
+    "4 bits": (["-DLEVELS=7"], {}),
+    "5 bits": (["-DLEVELS=15"], {}),
+    "skips a group": (["-DSKIP=64"], {}),
+    "says nothing": ([], {"activations": ""}),
+}
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheat(name: str, invariant: bool, tmp_path: Path) -> None:
+    flags, says = CHEATS[name]
+    if invariant:
+        if name == "says nothing":
+            pytest.skip("8 bits are within what bfloat16 may be off by, or not")
+        says = {**says, "batch_invariant": True, "activation_dtypes": ["float32"]}
+    folder = candidate(tmp_path / "c", "mlp_block", ["q4_k", "q6_k"], flags=flags, **says)
+    verdict = verify(folder, target("mlp_block", ["q4_k", "q6_k"]), options=OPTIONS)
+    assert verdict.reason == "wrong_result", f"{verdict.reason}: {verdict.detail}"
+
+
+def test_keeps_the_first_weights(tmp_path: Path) -> None:
+    folder = candidate(tmp_path / "c", "linear", ["q8_0"])
+    source = (folder / "linear.cpp").read_text()
+    source = source.replace("linear(read_rows(t[X]), t[WEIGHT]", "linear(read_rows(t[X]), first(t[WEIGHT])")
+    source = source.replace('extern "C"', KEEPS + 'extern "C"', 1)
+    (folder / "linear.cpp").write_text(source)
+    verdict = verify(folder, target("linear", ["q8_0"]), options=OPTIONS)
+    assert verdict.reason == "stale_result", f"{verdict.reason}: {verdict.detail}"
+
+
+def test_formats_must_be_read(tmp_path: Path) -> None:
+    verdict = verify(
+        candidate(tmp_path / "c", "linear", ["q4_0"]), target("linear", ["q4_0", "q8_0"]), options=OPTIONS
+    )
+    assert verdict.reason == "malformed" and "q4_0, q8_0" in verdict.detail
+
+
+def test_what_blocks_are_filled_with() -> None:
+    """Numbers of the size of weights in every format; every row changes when it is nudged."""
+    dims = {"out_features": 96, "in_features": 512}
+    for format in (*SMALL, *LARGE):
+        (spec,) = weight_specs("linear", dims, frozenset(), torch.bfloat16, None, [format])
+        buffer = torch.empty(spec.shape, dtype=torch.uint8)
+        fill_blocks(buffer, spec, 1)
+        dense = dense_blocks(buffer, 512)
+        assert dense.shape == (96, 512) and 0.8 < float(dense.std()) * 512**0.5 < 1.5
+        assert abs(float(dense.mean())) < 0.05 * float(dense.std())
+        changed = buffer.clone()
+        nudge_blocks(changed, spec, 2)
+        assert bool((dense_blocks(changed, 512) != dense).any(dim=1).all())
+
+
+def test_rounding() -> None:
+    x = torch.randn(3, 64, dtype=torch.float64)
+    x[1, :32] = 0.0
+    rounded = round_groups(x)
+    steps = x.view(3, 2, 32).abs().amax(dim=-1, keepdim=True) / 127
+    assert bool(((rounded - x).view(3, 2, 32).abs() <= steps / 2 + 1e-12).all())
+    assert not bool(rounded[1, :32].any())
