@@ -136,11 +136,8 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    import msgspec
-
     from headrace.optimize.journal import measurement_line
-    from headrace.optimize.packing import pack_id
-    from headrace.optimize.records import Measurement, Target, Verdict
+    from headrace.optimize.packing import pack_id, read_evidence
 
     folder, manifest = _found(arguments)
     conditions = manifest.conditions
@@ -151,35 +148,38 @@ def _show(arguments: argparse.Namespace) -> int:
         f"builds on {manifest.builds_on or 'stock operators'}",
         f"runs on   {conditions.device} with {' '.join(conditions.cpu_features) or 'any features'}",
         f"weights   {conditions.dtype}",
-        f"shapes    {', '.join(f'{name} {value}' for name, value in conditions.shapes.items())}",
+        f"shapes    {', '.join(f'{name} {value}' for name, value in conditions.shapes.items()) or 'any'}",
         f"gain      {manifest.summary}",
         f"folder    {folder}",
     ]
     for entry in manifest.kernels:
-        evidence = folder / "evidence" / Path(entry.source).parts[1]
-
-        def read(name: str, kind: Any, evidence: Path = evidence) -> Any:
-            return msgspec.json.decode((evidence / name).read_bytes(), type=kind)
-
-        target, verdict = read("target.json", Target), read("verdict.json", Verdict)
-        measurement = read("measurement.json", Measurement)
+        rows = f"up to {entry.max_rows} rows" if entry.max_rows else "any number of rows"
+        says = ", the same bits in any batch" if entry.batch_invariant else ""
         lines += [
             "",
-            f"{entry.op}: {', '.join(entry.phases)}, up to {entry.max_rows} rows, {entry.source}",
-            f"  why      {target.why}",
-            f"  right    {verdict.detail or verdict.reason}, held by {verdict.sandbox}",
-            f"  measured {measurement_line(measurement)}",
+            f"{entry.op}: {', '.join(entry.phases)}, {rows}{says}, {entry.source}",
+            f"  reads    {', '.join(entry.weight_formats)}",
         ]
+        for one in read_evidence(folder, entry):
+            target, verdict = one.target, one.verdict
+            lines += [
+                f"  on       {target.model}, {', '.join(dict.fromkeys(target.formats))}, {target.phase}",
+                f"  why      {target.why}",
+                f"  right    {verdict.detail or verdict.reason}, held by {verdict.sandbox}",
+                f"  measured {measurement_line(one.measurement)}",
+            ]
     print("\n".join(lines))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from headrace.kernels.native.build import cpu_features
-    from headrace.optimize.packing import pack_id
+    from headrace.optimize.packing import pack_id, read_evidence
 
     folder, manifest = _found(arguments)
-    print(f"{pack_id(folder)[:12]} holds: signature, {len(manifest.files)} files, evidence of each kernel")
+    evidence = sum(len(read_evidence(folder, entry)) for entry in manifest.kernels)
+    kernels = f"evidence of {len(manifest.kernels)} kernels, {evidence} judgements"
+    print(f"{pack_id(folder)[:12]} holds: signature, {len(manifest.files)} files, {kernels}")
     missing = sorted(set(manifest.conditions.cpu_features) - cpu_features())
     if missing:
         print(f"it does not run on this machine, which lacks {', '.join(missing)}")

@@ -3,15 +3,20 @@
     pack.json                     PackManifest: kernels, conditions, provenance, a digest of every other file
     signature.json                keys.Signature over pack.json
     kernels/<digest>/             a candidate's own files, byte for byte as they were judged
-    evidence/<digest>/            target.json, verdict.json, measurement.json of that candidate
+    evidence/<digest>/            target.json, verdict.json, measurement.json of that candidate;
+    evidence/<digest>/<target>/   or these of each target that it was judged on, where there are several
 
-``<digest>`` are the first 16 digits of the candidate's.
+``<digest>`` are the first 16 digits of the candidate's. A pack whose conditions name no shapes runs on any
+model: each of its kernels was then judged on at least ANY_MODEL targets that differ in dimensions or in the
+formats of weights.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -28,12 +33,13 @@ from headrace.optimize.records import Measurement, Target, Verdict
 FORMAT = 1
 MANIFEST, SIGNATURE = "pack.json", "signature.json"
 DIGEST_DIGITS = 16
+ANY_MODEL = 3
 LICENCE = "Apache-2.0"
 
 
 @dataclass(frozen=True)
 class Winner:
-    """A candidate's folder with all that was found out about it."""
+    """A candidate's folder with all that was found out about it on one target."""
 
     folder: Path
     entry: KernelEntry
@@ -43,10 +49,18 @@ class Winner:
     author: str
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What a pack says of one kernel on one target."""
+
+    target: Target
+    verdict: Verdict
+    measurement: Measurement
+
+
 def make_pack(
     folder: Path,
-    winner: Winner,
-    *,
+    *winners: Winner,
     name: str,
     conditions: PackConditions,
     round_id: str,
@@ -54,52 +68,51 @@ def make_pack(
     base: Path | None = None,
     licence: str = LICENCE,
 ) -> str:
-    """Writes a signed pack into ``folder``, which is empty; returns its id.
+    """Writes a signed pack into ``folder``, which is empty; returns its id. Of several winners, those
+    with the same files are one kernel on several targets.
 
-    It contains the kernels of ``base`` too, but those that the new one replaces. Raises PackError if the
-    candidate's files are not those that the evidence is about.
+    It contains the kernels of ``base`` too, but those that the new ones replace. Raises PackError if a
+    candidate's files are not those that the evidence is about, or if the conditions ask for more evidence.
     """
-    digest = candidate_digest(winner.folder)
-    _check_evidence(winner.folder.name, digest, winner.verdict, winner.measurement)
+    digests = [candidate_digest(winner.folder) for winner in winners]
+    for winner, digest in zip(winners, digests, strict=True):
+        _check_evidence(winner.folder.name, digest, winner.verdict, winner.measurement)
     kernels: list[KernelEntry] = []
     builds_on = ""
     if base is not None:
         manifest = read_manifest(base)
         builds_on = pack_id(base)
-        kept = [entry for entry in manifest.kernels if not _covers(winner.entry, entry)]
+        kept = [
+            entry for entry in manifest.kernels if not any(_covers(winner.entry, entry) for winner in winners)
+        ]
         for place in {_place(entry) for entry in kept}:
             for kind in ("kernels", "evidence"):
                 shutil.copytree(base / kind / place, folder / kind / place)
         kernels += kept
-    place = digest[:DIGEST_DIGITS]
-    for relative in candidate_files(winner.folder):
-        target = folder / "kernels" / place / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(winner.folder / relative, target)
-    evidence = folder / "evidence" / place
-    evidence.mkdir(parents=True, exist_ok=True)
-    for stem, record in (
-        ("target", winner.target),
-        ("verdict", winner.verdict),
-        ("measurement", winner.measurement),
-    ):
-        (evidence / f"{stem}.json").write_bytes(_pretty(record))
-    source = f"kernels/{place}/{winner.entry.source}"
-    kernels.append(msgspec.structs.replace(winner.entry, source=source))
+    for digest in dict.fromkeys(digests):
+        place = digest[:DIGEST_DIGITS]
+        own = [winner for winner, other in zip(winners, digests, strict=True) if other == digest]
+        _copy_candidate(own[0].folder, folder / "kernels" / place)
+        for words, winner in _named(own).items():
+            _write_evidence(folder / "evidence" / place / words, winner)
+        source = f"kernels/{place}/{own[0].entry.source}"
+        kernels.append(msgspec.structs.replace(own[0].entry, source=source))
     manifest = PackManifest(
         format=FORMAT,
         name=name,
         kind="kernels",
         kernels=kernels,
         conditions=conditions,
-        author=winner.author,
+        author=", ".join(dict.fromkeys(winner.author for winner in winners)),
         round_id=round_id,
         licence=licence,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         files={relative: file_digest(folder / relative) for relative in _files(folder)},
         builds_on=builds_on,
-        summary=summarize(winner),
+        summary="; ".join(dict.fromkeys(map(summarize, winners))),
     )
+    for entry in kernels:
+        _check_any_model(folder, entry, conditions)
     body = _pretty(manifest)
     (folder / MANIFEST).write_bytes(body)
     (folder / SIGNATURE).write_bytes(_pretty(keys.sign(body)))
@@ -112,7 +125,22 @@ def summarize(winner: Winner) -> str:
         f"{name} {ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
         for name, ratio in winner.measurement.end_to_end.items()
     ]
-    return f"{winner.target.op}, {winner.target.phase}: {', '.join(gains)}"
+    formats = "".join(f", {name}" for name in dict.fromkeys(winner.target.weight_formats))
+    return f"{winner.target.op}, {winner.target.phase}{formats}: {', '.join(gains)}"
+
+
+def read_evidence(folder: Path, entry: KernelEntry) -> list[Evidence]:
+    """All that the pack in ``folder`` says of one of its kernels, unchecked. Raises PackError."""
+    base = folder / "evidence" / _place(entry)
+    places = [base] if (base / "verdict.json").exists() else sorted(base.glob("*/"))
+    return [
+        Evidence(
+            _read(place / "target.json", Target),
+            _read(place / "verdict.json", Verdict),
+            _read(place / "measurement.json", Measurement),
+        )
+        for place in places
+    ]
 
 
 def verify_pack(folder: Path, keys: Keys | None = None) -> PackManifest:
@@ -138,6 +166,7 @@ def verify_pack(folder: Path, keys: Keys | None = None) -> PackManifest:
             )
     for entry in manifest.kernels:
         _check_kernel(folder, entry)
+        _check_any_model(folder, entry, manifest.conditions)
     return manifest
 
 
@@ -167,14 +196,61 @@ def _check_kernel(folder: Path, entry: KernelEntry) -> None:
     if len(parts) < 3 or parts[0] != "kernels":
         raise PackError(f"pack {folder.name}: {entry.source} is not below kernels/<digest>")
     place = parts[1]
-    evidence = folder / "evidence" / place
-    verdict = _read(evidence / "verdict.json", Verdict)
-    measurement = _read(evidence / "measurement.json", Measurement)
+    evidence = read_evidence(folder, entry)
+    if not evidence:
+        raise PackError(f"pack {folder.name}: nothing says that {entry.source} was judged")
     candidate = folder / "kernels" / place
     judged = _read(candidate / "kernel.json", KernelEntry)
     if msgspec.structs.replace(judged, source=f"kernels/{place}/{judged.source}") != entry:
         raise PackError(f"pack {folder.name}: {entry.op} is not declared as it was judged")
-    _check_evidence(folder.name, candidate_digest(candidate), verdict, measurement)
+    digest = candidate_digest(candidate)
+    for one in evidence:
+        _check_evidence(folder.name, digest, one.verdict, one.measurement)
+        if one.target.op != entry.op and not one.target.module:
+            raise PackError(f"pack {folder.name}: {entry.op} was judged as {one.target.op}")
+
+
+def _check_any_model(folder: Path, entry: KernelEntry, conditions: PackConditions) -> None:
+    """Raises PackError for a kernel that may run on any model and was judged on few."""
+    if conditions.shapes:
+        return
+    targets = [one.target for one in read_evidence(folder, entry)]
+    different = {(tuple(sorted(one.dims.items())), tuple(one.formats)) for one in targets}
+    if len(different) < ANY_MODEL:
+        raise PackError(
+            f"pack {folder.name}: its conditions name no shapes, so that it runs on any model, and "
+            f"{entry.op} was judged on {len(different)} targets of different dimensions or formats",
+            hint=f"judge it on {ANY_MODEL} at least, or name the shapes of the model that it is for",
+        )
+
+
+def _copy_candidate(source: Path, to: Path) -> None:
+    for relative in candidate_files(source):
+        (to / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / relative, to / relative)
+
+
+def _named(winners: Sequence[Winner]) -> dict[str, Winner]:
+    """Folders for the evidence: one needs none of its own."""
+    if len(winners) == 1:
+        return {"": winners[0]}
+    named: dict[str, Winner] = {}
+    for winner in winners:
+        target = winner.target
+        words = f"{Path(target.model).name} {target.phase} {' '.join(dict.fromkeys(target.formats))}"
+        stem = re.sub(r"[^a-z0-9._]+", "-", words.lower()).strip("-.")
+        name, number = stem, 2
+        while name in named:
+            name, number = f"{stem}-{number}", number + 1
+        named[name] = winner
+    return named
+
+
+def _write_evidence(folder: Path, winner: Winner) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    records = {"target": winner.target, "verdict": winner.verdict, "measurement": winner.measurement}
+    for stem, record in records.items():
+        (folder / f"{stem}.json").write_bytes(_pretty(record))
 
 
 def _check_evidence(name: str, digest: str, verdict: Verdict, measurement: Measurement) -> None:

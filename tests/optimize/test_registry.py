@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,11 +15,20 @@ from headrace.core.errors import NotFoundError, PackError, StartupError, UsageEr
 from headrace.core.packs import KernelEntry, PackConditions
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.keys import Keys, Signature
-from headrace.optimize.packing import Winner, make_pack, pack_id, read_manifest, verify_pack
+from headrace.optimize.packing import (
+    Winner,
+    make_pack,
+    pack_id,
+    read_evidence,
+    read_manifest,
+    verify_pack,
+)
 from headrace.optimize.records import Measurement, Verdict
 from headrace.optimize.registry import Registry
 from headrace.optimize.targets import find_targets
 from tests.optimize.fakes import CONFIG, kernel_profile, ratio
+
+ONE_MODEL = PackConditions(shapes={"hidden_size": CONFIG.hidden_size})
 
 
 def winner(folder: Path, *, op: str = "decoder_layer", text: str = "// fast\n", gain: float = 1.5) -> Winner:
@@ -40,6 +50,7 @@ def winner(folder: Path, *, op: str = "decoder_layer", text: str = "// fast\n", 
         detail="",
     )
     target = find_targets(kernel_profile(), CONFIG, block_size=32)[0]
+    target = msgspec.structs.replace(target, op=op)
     return Winner(folder, entry, target, verdict, measurement, "search")
 
 
@@ -56,9 +67,7 @@ def pack(tmp_path: Path, keys: Keys) -> Path:
 def make(tmp_path: Path, keys: Keys, one: Winner, *, name: str = "pack", base: Path | None = None) -> Path:
     folder = tmp_path / name
     folder.mkdir()
-    made = make_pack(
-        folder, one, name="tiny", conditions=PackConditions(), round_id="r1", keys=keys, base=base
-    )
+    made = make_pack(folder, one, name="tiny", conditions=ONE_MODEL, round_id="r1", keys=keys, base=base)
     assert made == pack_id(folder)
     return folder
 
@@ -159,6 +168,49 @@ def test_evidence_must_be_about_these_files_and_a_win(tmp_path: Path, keys: Keys
     )
     with pytest.raises(PackError, match="no win: slower end to end"):
         make(tmp_path, keys, lost, name="second")
+
+
+def on_targets(one: Winner, count: int) -> list[Winner]:
+    """The same kernel on targets of different sizes."""
+    return [
+        replace(one, target=msgspec.structs.replace(one.target, model=f"m{n}", dims={"size": n}))
+        for n in range(count)
+    ]
+
+
+def test_any_model_needs_several_targets(tmp_path: Path, keys: Keys) -> None:
+    layer, norm = winner(tmp_path / "layer"), winner(tmp_path / "norm", op="rms_norm", text="// norm\n")
+    says = {"name": "any", "conditions": PackConditions(), "round_id": "r1", "keys": keys}
+    for few in ([layer], [*on_targets(layer, 2)], [*on_targets(layer, 3), norm], [layer, layer, layer]):
+        folder = tmp_path / "few"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        with pytest.raises(PackError, match=r"runs on any model, and .* judged on [12] targets"):
+            make_pack(folder, *few, **says)
+    folder = tmp_path / "any"
+    folder.mkdir()
+    make_pack(folder, *on_targets(layer, 3), *on_targets(norm, 4), **says)
+    manifest = verify_pack(folder, keys)
+    assert [entry.op for entry in manifest.kernels] == ["decoder_layer", "rms_norm"]
+    assert [len(read_evidence(folder, entry)) for entry in manifest.kernels] == [3, 4]
+    assert {one.target.model for one in read_evidence(folder, manifest.kernels[0])} == {"m0", "m1", "m2"}
+    assert manifest.author == "search" and manifest.summary.count("decode_tok_s") == 2
+
+
+def test_evidence_that_was_taken_out_is_missed(tmp_path: Path, keys: Keys) -> None:
+    """Signed again with less evidence: too little for any model."""
+    folder = tmp_path / "any"
+    folder.mkdir()
+    says = {"name": "any", "conditions": PackConditions(), "round_id": "r1", "keys": keys}
+    make_pack(folder, *on_targets(winner(tmp_path / "layer"), 3), **says)
+    shutil.rmtree(next(folder.glob("evidence/*/m1-*")))
+    manifest = read_manifest(folder)
+    files = {name: digest for name, digest in manifest.files.items() if (folder / name).exists()}
+    body = msgspec.json.encode(msgspec.structs.replace(manifest, files=files))
+    (folder / "pack.json").write_bytes(body)
+    (folder / "signature.json").write_bytes(msgspec.json.encode(keys.sign(body)))
+    with pytest.raises(PackError, match="judged on 2 targets"):
+        verify_pack(folder, keys)
 
 
 def test_a_signed_pack_whose_evidence_is_of_another_kernel_is_refused(

@@ -38,6 +38,7 @@ from tests.system.streams import TEXT, Stream, check_complete, check_same, run, 
 from tests.system.tiny import write_model
 
 NUM_STREAMS, LENGTH, MAX_LEN = 50, 250, 400
+SHAPES = {"hidden_size": 64}  # of write_model's model, which the packs are for
 
 HEAD = """
 #include <cmath>
@@ -169,7 +170,8 @@ def make(home: Home, name: str, extra: str) -> Path:
     folder = home.path / name
     folder.mkdir()
     keys = Keys(home.path / "config" / "headrace" / "keys")
-    make_pack(folder, winner, name=name, conditions=PackConditions(dtype="float32"), round_id="r", keys=keys)
+    conditions = PackConditions(dtype="float32", shapes=SHAPES)
+    make_pack(folder, winner, name=name, conditions=conditions, round_id="r", keys=keys)
     return folder
 
 

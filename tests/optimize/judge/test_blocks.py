@@ -13,7 +13,6 @@ import torch
 from headrace.core.packs import KernelEntry
 from headrace.kernels.blocks import dense_blocks
 from headrace.optimize.judge.options import JudgeOptions
-from headrace.optimize.judge.problem import TensorSpec
 from headrace.optimize.judge.quantized import fill_blocks, nudge_blocks, round_groups
 from headrace.optimize.judge.slots import weight_specs
 from headrace.optimize.judge.verify import verify
