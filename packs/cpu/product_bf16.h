@@ -7,13 +7,7 @@
 #pragma once
 #include "weights.h"
 
-#ifndef HR_PREFETCH
-#define HR_PREFETCH 4096  // bytes ahead
-#endif
-
 namespace {
-
-constexpr int64_t PREFETCH = HR_PREFETCH;
 
 INLINE int64_t padded_pairs(int64_t in) { return (in + 15) / 16 * 8; }
 INLINE int64_t pairs_stride(int64_t n) { return (padded_pairs(n) * 4 + 63) / 64 * 64; }
@@ -57,7 +51,7 @@ template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int
 #pragma GCC unroll 2
     for (; unit != end; unit += 128, x += 4) {
         const __m512i line0 = _mm512_loadu_si512(unit), line1 = _mm512_loadu_si512(unit + 64);
-        __builtin_prefetch(unit + PREFETCH, 0, 3), __builtin_prefetch(unit + PREFETCH + 64, 0, 3);
+        __builtin_prefetch(unit + PREFETCH, 0, 2), __builtin_prefetch(unit + PREFETCH + 64, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) dot_pairs(sum[r][0], line0, x + r * stride), dot_pairs(sum[r][1], line1, x + r * stride);
     }
@@ -72,7 +66,7 @@ template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int
     for (int64_t pair = 0; pair < padded_pairs(in); pair++, unit += 128, x += 4)
         for (int v = 0; v < 2; v++) {
             vu line = load_line(unit + v * 64);
-            __builtin_prefetch(unit + PREFETCH + v * 64, 0, 3);
+            __builtin_prefetch(unit + PREFETCH + v * 64, 0, 2);
             vf low = (vf)(line << 16), high = (vf)(line & 0xffff0000u);
             for (int r = 0; r < R; r++) {
                 uint16_t both[2];
