@@ -197,7 +197,7 @@ class Engine:
             batch_invariant=started_with.batch_invariant,
             hardware=hardware_class(self.device, self.num_threads),
             version=__version__,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
         )
         self._seeds = _seeds(config.seed)
         self.hello_fields: dict[str, Any] = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.core.errors import PackError
 from headrace.kernels.table import OpTable
 from headrace.models.causal_lm import CausalLM
+from tests.engine import rowwise
 
 
 def write_pack(folder: Path, kind: str, **settings: Any) -> str:
@@ -25,6 +26,7 @@ def write_pack(folder: Path, kind: str, **settings: Any) -> str:
     wrong   adds ``error`` to the likeliest logit of one row in ``every`` (1: all logits, as a share of them)
     broken  cannot be built                       rare    cannot be built a second time
     raises  does so when it is called             dies    ends the process
+    rowwise computes each row by itself, in float32: the same bits in any batch
 
     It begins ``after`` so many calls, or with the first one of ``from_rows`` rows. ``prepare_s``: how long it
     takes to build.
@@ -44,6 +46,8 @@ def load(folder: Path, ops: OpTable, model: CausalLM) -> OpTable:
     if settings["kind"] == "broken" or (settings["kind"] == "rare" and built.exists()):
         raise PackError("g++: error: nothing can be made of this")
     built.touch()
+    if settings["kind"] == "rowwise":
+        return ops.replace(source=hashlib.sha256(body).hexdigest(), **rowwise.OPS)
     head = ops.logits_head
     return ops.replace(source=hashlib.sha256(body).hexdigest(), logits_head=_head(head, settings))
 

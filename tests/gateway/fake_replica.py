@@ -248,9 +248,7 @@ class FakeReplica:
                 finish_reason=reason,  # type: ignore[arg-type]
                 stop_token=stop_token,
                 num_cached_tokens=self.num_cached_tokens,
-                logprobs=_logprobs(
-                    tokens, 0 if request.record and sampling.logprobs is None else sampling.logprobs
-                ),
+                logprobs=_logprobs(tokens, wanted),
                 prompt_logprobs=_prompt_logprobs(request) if first and index == running.samples[0] else None,
                 timing=self.timing if first else None,
                 origin=self.origin if first and request.record else None,
