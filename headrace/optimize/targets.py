@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from headrace.kernels.linear import FEW_ROWS
 from headrace.kernels.native.signature import SIGNATURES
 from headrace.models.config import DecoderConfig
 from headrace.optimize.dims import op_dims
-from headrace.optimize.records import CallShape, KernelProfile, OpProfile, PhaseProfile, Target
+from headrace.optimize.records import CallShape, KernelProfile, OpProfile, Phase, PhaseProfile, Target
 
 MIN_GAIN = 1.02
 """Below this end-to-end gain at the roof a target is not worth a round."""
@@ -26,6 +27,12 @@ COUNTS_AFTER_WIN = 0.5
 
 MIN_ROWS = 8
 """A kernel for decodes covers at least this many rows."""
+
+_EVERY_STEP: tuple[tuple[Phase, int, int], ...] = (
+    ("decode", 1, 250),
+    ("decode", 8, 250),
+    ("prefill", 256, 0),
+)
 
 Key: TypeAlias = "tuple[str, str, tuple[tuple[str, int], ...], str]"
 
@@ -128,6 +135,59 @@ def _target(profile: KernelProfile, worth: _Worth, config: DecoderConfig, block_
         baseline_s=entry.total_s / entry.calls_per_step if entry.calls_per_step else 0.0,
         end_to_end_gain=_gain(worth.share),
         why=_why(entry, worth, shapes[0]),
+        norm_dtype=norm_dtype(config),
+    )
+
+
+def norm_dtype(config: DecoderConfig) -> str:
+    """That of a model's norm weights; empty: as its others."""
+    return "float32" if config.norm_plus_one else ""
+
+
+def whole_target(
+    op: str,
+    model: str,
+    config: DecoderConfig,
+    *,
+    dtype: str = "bfloat16",
+    formats: Sequence[str] = (),
+    quantization: str = "auto",
+    block_size: int = 32,
+) -> Target:
+    """An op in every step of a model, for a kernel that covers them all: decodes of one and of eight, which
+    decide, and a prompt. ``formats``: of the weights where they are blocks."""
+    shapes, fixed = [], op_dims(op, config, phase="prefill", block_size=block_size, part="down")
+    for phase, rows, context in _EVERY_STEP:
+        if op == "logits_head" and phase == "prefill":
+            continue  # of a prompt's rows the last alone gets there
+        shapes.append(
+            CallShape(
+                phase=phase,
+                rows=rows,
+                context=context,
+                calls_per_step=float(fixed.layers),
+                dtype="float32" if rows <= FEW_ROWS else dtype,
+                dims=fixed.dims,
+            )
+        )
+    return Target(
+        op=op,
+        model=model,
+        phase="decode",
+        weight_dtype=dtype,
+        activation_dtypes=["float32", dtype],
+        max_rows=max(shape.rows for shape in shapes),
+        shapes=shapes,
+        dims=fixed.dims,
+        floats=fixed.floats,
+        present=fixed.present,
+        layers=fixed.layers,
+        baseline_s=0.0,
+        end_to_end_gain=1.0,
+        why=f"{op} in every step",
+        weight_formats=list(formats),
+        norm_dtype=norm_dtype(config),
+        quantization=quantization,
     )
 
 

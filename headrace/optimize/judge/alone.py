@@ -224,33 +224,31 @@ def _check_roof(
 ) -> None:
     """Raises Rejected("too_fast") when a pass beat what the machine can stream or multiply."""
     weights = layout.weight_bytes
-    # a form of the weights that is smaller is read faster; a quarter is the least that could be right
-    read = weights if not packed else max(weights // 4, min(weights, packed))
+    # a form of the weights that is smaller is read faster; a quarter is the least that could be right, and of
+    # blocks, which are small already, three quarters
+    specs = [place.spec for place in layout.weight_places[0].values()] if layout.weight_places else []
+    in_blocks = any(spec.parts for spec in specs)
+    least = weights * 3 // 4 if in_blocks else weights // 4
+    read = weights if not packed else max(least, min(weights, packed))
     own = sum(spec.nbytes for spec in case.tensors if spec.slot not in ("keys", "values"))
     moved = ring * (read + own)
     rate = options.roof
     if not rate and moved >= 4096:
         previous = os.sched_getaffinity(0)
         os.sched_setaffinity(0, options.cpus)
-        rate = stream_rate(moved, options.num_threads, seconds=0.4)[0] if moved / pass_s > 1e9 else 0.0
+        if moved / pass_s > 1e9:  # where others are at work, meeting other threads may cost more than reading
+            rate = max(stream_rate(moved, count, seconds=0.4)[0] for count in {options.num_threads, 1})
         os.sched_setaffinity(0, previous)
     if rate and moved / pass_s > _ABOVE_ROOF * rate:
         raise Rejected(
             "too_fast",
             f"{moved / pass_s / 1e9:.0f} GB/s, where this machine streams {rate / 1e9:.0f} GB/s at this size",
         )
-    flops = (
-        2.0
-        * case.shape.rows
-        * ring
-        * sum(
-            spec.shape[0] * spec.shape[1]
-            for spec in (place.spec for place in layout.weight_places[0].values())
-            if len(spec.shape) == 2
-        )
-    )
+    shapes = [spec.matrix if spec.parts else spec.shape for spec in specs]
+    flops = 2.0 * case.shape.rows * ring * sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
     if case.shape.rows >= 32 and flops:
         roof = gemm_rate(torch.bfloat16, options.num_threads, seconds=0.5)
+        roof *= 2 if in_blocks else 1  # as many more products of bytes a cycle
         if flops / pass_s > _ABOVE_ROOF * roof:
             raise Rejected(
                 "too_fast",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from headrace.kernels.batch import AttentionBatch
-from headrace.kernels.block_layout import lay_out
+from headrace.kernels.block_layout import BLOCK_SIZES, TYPES, lay_out
 from headrace.kernels.native.signature import SIGNATURES
 from headrace.optimize.judge.problem import TensorSpec
 
@@ -70,8 +70,10 @@ def weight_specs(
 
 def _in_blocks(slot: str, shape: Shape, dims: Mapping[str, int], formats: Sequence[str]) -> TensorSpec:
     """Queries and keys in the first format and values in the last, as files that mix formats have them; what
-    leads down in the last, all else in the first."""
+    leads down in the last, all else in the first. Formats whose blocks do not divide rows are left out."""
     rows, in_features = shape
+    formats = [name for name in formats if in_features % BLOCK_SIZES[TYPES[name]][0] == 0]
+    assert formats, f"no format's blocks divide rows of {in_features}"
     parts = [(formats[-1] if slot == "down" else formats[0], rows)]
     if slot == "qkv":
         heads, kv_heads, width = dims["num_heads"], dims["num_kv_heads"], dims["head_dim"]
