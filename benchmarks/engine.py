@@ -41,6 +41,7 @@ from headrace.bench.metrics import DEFINITIONS, output_throughput, summarise
 from headrace.bench.recipe import base_recipe
 from headrace.bench.report import Report
 from headrace.bench.workload import token_prompts
+from headrace.core.packs import AUTO
 
 MODELS = ("smollm2-135m", "gemma-3-270m")
 HTTP_REQUESTS, HTTP_PROMPT, HTTP_OUTPUT = 8, 128, 64
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, no compiled vLLM")
     parser.add_argument("--no-quality", action="store_true", help="leave the KL divergences out")
+    parser.add_argument(
+        "--pack", default=AUTO, help="Headrace's kernels: auto, none or a pack's folder (default: auto)"
+    )
     parser.add_argument("--no-http", action="store_true", help="leave the servers out")
     parser.add_argument("--nice", type=int, default=0, help="niceness of what is measured (below 0: root)")
 
@@ -74,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str, ...]]:
     """All that was asked for, whatever fails in between: a side that cannot run has rows that say why."""
     plan = _plan(arguments)
+    os.environ["HEADRACE_PACK"] = arguments.pack  # read by our engine's sides and by our server
     recipe = base_recipe(command, threads=plan.threads, packages=("torch", "transformers"))
     recipe |= {
         "workload": "pp512/pp2048: tokens of one prompt over the time to its first token; tg128: 128 tokens "

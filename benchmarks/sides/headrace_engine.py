@@ -6,12 +6,14 @@ python -m benchmarks.sides.headrace_engine MODEL THREADS MAX_MODEL_LEN none|int8
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any, Literal
 
 import torch
 
 from benchmarks.sides import protocol
 from headrace.core.knobs import EngineConfig
+from headrace.core.packs import AUTO
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.engine.engine import Engine
 from headrace.engine.model_runner import KVGeometry
@@ -39,6 +41,7 @@ class HeadraceSide:
                 max_model_len=max_model_len,
                 kv_cache_gib=1.0,
                 quantization=quantization,
+                pack=os.environ.get("HEADRACE_PACK", AUTO),
             ),
             resolved.folder,
             revision=resolved.revision,
