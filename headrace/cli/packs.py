@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.cli import pack_make
 from headrace.cli.control_client import add_port, ask_port, port_of
 from headrace.cli.ps import PIPE_WIDTH
 from headrace.core.control import PACK_REFUSED, PACK_ROLLED_BACK, Done, Rollback, Rollout
@@ -22,6 +23,7 @@ EXAMPLES = """
   headrace packs list
   headrace packs show latest
   headrace packs verify ./folder
+  headrace packs make ./kernels ./pack --on smollm2-135m --on gemma-3-270m --on smollm2-135m=int8
   headrace packs rollout 3fa2 --port 8000
   headrace packs rollback --port 8000
 """
@@ -55,6 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--model", default="", metavar="NAME", help="which model (default: the only one)")
         one.add_argument("--approver", default="", metavar="WHO", help="who wants it (default: the user)")
         add_port(one)
+    made = actions.add_parser(
+        "make",
+        help="judge kernels that somebody wrote on several models, and sign them as one pack",
+        description="Judges kernels on several models: each right, and alone; together on whole workloads. It "
+        "signs the pack with this machine's own key. What was found is kept: a run goes on where it was cut "
+        "short.",
+        allow_abbrev=False,
+    )
+    pack_make.add_arguments(made)
+    made.set_defaults(act=pack_make.main)
     action("audit", "who published, rolled out and took back what", _audit)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
@@ -89,6 +90,10 @@ def measure_built(
     if first.low <= ALONE_ABOVE:
         detail = f"not faster alone: {_shown(first)} at {name}"
         return _measurement(folder, digest, alone, None, detail, won=False)
+    slower = slower_phase(alone)
+    if slower:
+        detail = f"alone {_shown(first)} at {name}, but slower at {slower}: {_shown(alone[slower])}"
+        return _measurement(folder, digest, alone, None, detail, won=False)
     if target.module or not end_to_end:
         # a user's module has no workload of its own: alone is all there is
         detail = f"alone {_shown(first)} at {name}"
@@ -109,6 +114,15 @@ def measure_built(
     elif not won:
         detail += ": not significant end to end"
     return _measurement(folder, digest, alone, found, detail, won=won)
+
+
+def slower_phase(alone: Mapping[str, Ratio]) -> str:
+    """The first shape of another phase than the most important one's at which it is surely slower, empty:
+    none. Who takes both phases over must not make up for one in the other."""
+    phase = next(iter(alone)).partition("/")[0]
+    return next(
+        (name for name, found in alone.items() if name.partition("/")[0] != phase and found.high < 1.0), ""
+    )
 
 
 def _measurement(
