@@ -12,8 +12,10 @@ import msgspec
 
 from headrace.cli.console import Printer
 from headrace.cli.flags import add_flags, load_config
+from headrace.cli.pack_check import check_pack
 from headrace.core.errors import StartupError, UsageError
 from headrace.core.knobs import EngineConfig
+from headrace.core.packs import explicit_pack
 
 if TYPE_CHECKING:
     from headrace.optimize.records import KernelProfile
@@ -79,6 +81,8 @@ def _of_engine(arguments: argparse.Namespace, printer: Printer) -> KernelProfile
     if arguments.roofs:
         raise UsageError("--roofs goes with --trace: this machine's roofs are measured", param="--roofs")
     engine = load_config(EngineConfig, vars(arguments), os.environ, {})
+    if pack := explicit_pack(engine.pack):
+        check_pack(Path(pack))
 
     from headrace.optimize.profile.collect import collect
 

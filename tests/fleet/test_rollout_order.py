@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from headrace.core.control import PACK_REFUSED, PACK_ROLLED_BACK
@@ -14,7 +15,7 @@ from headrace.core.launch import ReplicaSpec
 from headrace.core.messages import Hello, PackReady, Score, Scored, StepTime, StepTimes, TokenLogprobs
 from headrace.fleet import rollout
 from headrace.fleet.local import LocalReplica
-from headrace.fleet.packs import Pack
+from headrace.fleet.packs import Pack, first_pack
 from headrace.fleet.rollout import Rollout
 from tests.fleet.test_canary import hello
 
@@ -248,3 +249,34 @@ async def test_back_to_none_needs_no_preparation(fleet: Fleet) -> None:
     await Rollout(fleet.replicas, Pack(), OLD, fleet.lines.append).run_unseen()
     assert {machine.pack for machine in fleet.machines.values()} == {""}
     assert fleet.starts_with == ["none"] * 3 and not any("prepare" in line for line in fleet.log)
+
+
+async def test_back_to_what_replicas_choose_by_themselves(fleet: Fleet) -> None:
+    """The shipped pack is prepared by its folder, and later processes look for the best one again."""
+    said = [msgspec.structs.replace(hello(), pack=OLD.pack_id, pack_folder=OLD.folder)]
+    first = first_pack("auto", said)
+    assert (first.pack_id, first.folder, first.setting) == (OLD.pack_id, OLD.folder, "auto")
+    await Rollout(fleet.replicas, NEW, first, fleet.lines.append).run()
+    assert fleet.starts_with == [NEW.folder] * 3
+    await Rollout(fleet.replicas, first, NEW, fleet.lines.append).run_unseen()
+    assert fleet.starts_with == ["auto"] * 3
+    assert {machine.pack for machine in fleet.machines.values()} == {OLD.pack_id}
+
+
+async def test_a_canary_that_slips_goes_back_to_what_was_chosen(fleet: Fleet) -> None:
+    first = Pack(OLD.pack_id, OLD.folder, "auto")
+    fleet.machines["a"].late_error = 0.5
+    with pytest.raises(PackError):
+        await Rollout(fleet.replicas, NEW, first, fleet.lines.append).run()
+    assert fleet.starts_with == ["auto", OLD.folder, OLD.folder], "the others were not touched"
+    assert {machine.pack for machine in fleet.machines.values()} == {OLD.pack_id}
+
+
+def test_what_replicas_started_with() -> None:
+    silent = hello()
+    told = msgspec.structs.replace(silent, pack="a" * 64, pack_folder="/packs/a")
+    assert first_pack("auto", []) == Pack(chosen_by="auto")
+    assert first_pack("auto", [silent]).setting == "auto" and first_pack("auto", [silent]).pack_id == ""
+    assert first_pack("none", [silent]).setting == "none"
+    assert first_pack("/packs/a", [silent, told]) == Pack("a" * 64, "/packs/a")
+    assert first_pack("/packs/a", [told]).setting == "/packs/a"

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.cli.kernel_loop import KernelLoop
 from headrace.core.errors import StartupError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.request import SamplingParams
+from headrace.kernels.native import shipped
 from headrace.llm import LLM
 from headrace.optimize.digest import candidate_digest
+from headrace.optimize.keys import TRUSTED
 from headrace.optimize.loop import Judged, Limits
 from headrace.optimize.packing import read_manifest
 from headrace.optimize.proposal import CandidateSource
 from headrace.optimize.proposers.brief import SOURCE, default_entry, op_text, skeleton
 from headrace.optimize.records import KernelProfile, Measurement, Target, Verdict
-from headrace.optimize.registry import Registry, verify
+from headrace.optimize.registry import Listed, Registry, verify
 from headrace.optimize.rounds import RoundStore
+from tests.engine.shipped import PackShelf
 from tests.optimize.fakes import ratio
 from tests.system.tiny import write_model
 
@@ -34,6 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DATA", "CONFIG", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setattr("headrace.cli.kernel_loop.PROFILE_S", 0.5)
+    monkeypatch.setattr(shipped, "shipped_folder", lambda: tmp_path / "no packs")
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -134,6 +140,29 @@ def test_a_pack_of_another_model_or_that_does_not_hold_is_no_baseline(
     assert "is passed over" in said[-1]
     with pytest.raises(StartupError):
         make_loop(model, said, base=end.pack).run(1)
+
+
+def test_rounds_build_on_the_pack_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that is what a server runs: a pack of the registry is better only if it contains it."""
+    monkeypatch.setattr(KernelLoop, "_judge", judged)
+    model = write_model(tmp_path / "model")
+    said: list[str] = []
+    (alone,) = make_loop(model, said).run(1)
+    shelf = PackShelf(tmp_path / "shelf")
+    ships = shelf.add("cpu")
+    shelf.add("other", dtype="float32")
+    find = partial(shipped.find_shipped, keys=shelf.keys.folder / TRUSTED)
+    monkeypatch.setattr(shipped, "find_shipped", find)
+    monkeypatch.setattr(shipped, "shipped_folder", lambda: shelf.folder)
+    loop = make_loop(model, said)
+    assert loop._base == ships and loop._pack_folder(ships) == shelf.folder / "cpu"
+    assert f"pack {alone.pack[:12]} is passed over: it does not build on pack {ships[:12]}" in said[-1]
+    assert make_loop(model, said, base="none")._base == ""
+    assert make_loop(model, said, base=alone.pack)._base == alone.pack
+    manifest = msgspec.structs.replace(read_manifest(Registry().fetch(alone.pack)), builds_on=ships)
+    listed = [Listed(id=alone.pack, manifest=manifest)]
+    monkeypatch.setattr(Registry, "packs", lambda self: listed)
+    assert make_loop(model, said)._base == alone.pack
 
 
 def test_a_family_that_runs_on_transformers_is_refused(tmp_path: Path) -> None:

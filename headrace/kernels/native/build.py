@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.core.errors import CompileError, CompilerMissingError
+
+log = logging.getLogger("headrace.kernels")
 
 INCLUDE = Path(__file__).parent
 """Where headrace_kernel.h is."""
@@ -59,6 +62,7 @@ def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    log.info("compiling %s", source.name)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
         built = Path(scratch) / target.name
         command = compile_command(compiler, source, built, flags)
