@@ -323,28 +323,30 @@ struct AttendWork {
         if (high_len <= begin || c.first_key(low_len) >= begin + CHUNK) return false;
         const int64_t end = high_len < begin + CHUNK ? high_len - begin : CHUNK;
         const int used = (int)((end + LANES - 1) / LANES);
-        const int64_t width = c.key_width() / 2;
+        const int64_t width = c.key_width() / 2, pairs = (c.head_dim + 1) / 2;
         const uint32_t *q = (const uint32_t *)plan.queries + ((task.kv_head * c.rows + task.row) * c.fan + from) * width;
         if (few()) {
             for (int at = 0; at < used; at += PANEL_VECTORS) {
                 const int some = used - at < PANEL_VECTORS ? used - at : PANEL_VECTORS;
                 turn(at, some);
-                multiply(count, q, width, room.keys, 0, some, width, room.scores + at * LANES, CHUNK);
+                multiply(count, q, width, room.keys, 0, some, pairs, room.scores + at * LANES, CHUNK);
             }
         } else {
-            multiply(count, q, width, room.keys, width * PANEL, used, width, room.scores, CHUNK);
+            multiply(count, q, width, room.keys, width * PANEL, used, pairs, room.scores, CHUNK);
         }
         const bool whole = low_len >= begin + CHUNK && c.first_key(high_len) <= begin;
         float *most = room.most + lane_of(from), *total = room.total + lane_of(from);
-        for (int64_t i = 0; i < count; i++) {
+        if (c.softcap > 0)
+            for (int64_t i = 0; i < count; i++) cap_scores(room.scores + i * CHUNK, used, c.scale, c.softcap);
+        for (int64_t i = 0; i < count; i += 4) {
             float *scores = room.scores + i * CHUNK;
-            if (c.softcap > 0) cap_scores(scores, used, c.scale, c.softcap);
-            if (whole) {
-                weigh<true>(scores, CHUNK_VECTORS, 0, CHUNK, factor(), most[i], total[i]);
-            } else {
-                const int64_t sees = len(from + i), low = c.first_key(sees) - begin, high = sees - begin;
-                weigh<false>(scores, used, low < 0 ? 0 : (int)low, high > CHUNK ? CHUNK : (int)high, factor(), most[i], total[i]);
+            int lows[4] = {}, highs[4] = {};
+            for (int64_t j = 0; !whole && j < 4 && i + j < count; j++) {
+                const int64_t sees = len(from + i + j), low = c.first_key(sees) - begin, high = sees - begin;
+                lows[j] = low < 0 ? 0 : (int)(low < CHUNK ? low : CHUNK), highs[j] = high > CHUNK ? CHUNK : (int)high;
             }
+            if (whole) weigh_few<true>(count - i, scores, CHUNK_VECTORS, lows, highs, factor(), most + i, total + i);
+            else weigh_few<false>(count - i, scores, used, lows, highs, factor(), most + i, total + i);
         }
         const uint32_t *weights = (const uint32_t *)room.scores;
         if (few()) multiply_values(count, weights, CHUNK, here(), there(), used * LANES / 2, c.v_head_dim, sums, c.value_width());

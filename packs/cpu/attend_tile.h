@@ -19,6 +19,11 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 4;
 #else
 constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;
 #endif
+#ifdef __AVX512F__
+#define UNROLL _Pragma("GCC unroll 8")  // where there are registers for it
+#else
+#define UNROLL
+#endif
 
 INLINE void add_dot(vf &sum, vu a, vu b) {
 #ifdef __AVX512BF16__
@@ -102,8 +107,8 @@ INLINE vu load_pairs(const uint16_t *row, int64_t at, int64_t dim) {
 }
 
 #ifdef __AVX512F__
-// 16 × 16 words
-INLINE void transpose16(__m512i *r) {
+// 16 × 16 words; with AVX2 8 × 8
+INLINE void transpose(__m512i *r) {
     __m512i t[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
@@ -128,6 +133,18 @@ INLINE void transpose16(__m512i *r) {
         r[4 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88), r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
     }
 }
+#elif defined(__AVX2__)
+INLINE void transpose(__m256i *r) {
+    __m256i t[8];
+    for (int i = 0; i < 4; i++) t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 2; j++) {
+            r[4 * i + 2 * j] = _mm256_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+            r[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+        }
+    for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x20), t[4 + i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x31);
+    memcpy(r, t, sizeof t);
+}
 #endif
 
 // Where the keys and values of a chunk are.
@@ -146,23 +163,34 @@ INLINE void turn_keys(const Addresses &where, const Addresses &next, int at, int
     for (int i = at; i < at + LANES; i++)
         for (int64_t line = 0; line < lines; line++) fetch(next.keys[i] + line * 32);
     for (int64_t line = 0; line < lines; line++, columns += LANES * PANEL) {
+        const bool inside = line * 32 + 32 <= dim;
 #ifdef __AVX512F__
         __m512i block[LANES];
-        if (line * 32 + 32 <= dim) {
+        if (inside) {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) block[i] = (__m512i)load_line(from[i] + line * 32);
         } else {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) block[i] = (__m512i)load_pairs(from[i], line * 32, dim);
         }
-        transpose16(block);
+        transpose(block);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) memcpy(columns + i * PANEL, &block[i], 64);
 #else
-        for (int i = 0; i < LANES; i++) {
-            vu row = load_pairs(from[i], line * 32, dim);
-            for (int j = 0; j < LANES; j++) columns[j * PANEL + i] = row[j];
+        alignas(64) vu rows[LANES];
+        for (int i = 0; i < LANES; i++) rows[i] = inside ? load_line(from[i] + line * 32) : load_pairs(from[i], line * 32, dim);
+#ifdef __AVX2__
+        for (int quarter = 0; quarter < 4; quarter++) {
+            const int half = quarter / 2 * 8, word = quarter % 2 * 8;
+            __m256i block[8];
+            for (int i = 0; i < 8; i++) memcpy(&block[i], (const char *)&rows[half + i] + 4 * word, 32);
+            transpose(block);
+            for (int i = 0; i < 8; i++) memcpy(columns + (word + i) * PANEL + half, &block[i], 32);
         }
+#else
+        for (int i = 0; i < LANES; i++)
+            for (int j = 0; j < LANES; j++) columns[j * PANEL + i] = rows[i][j];
+#endif
 #endif
     }
 }
@@ -170,14 +198,22 @@ INLINE void turn_keys(const Addresses &where, const Addresses &next, int at, int
 // Of 32 dimensions of two keys' values, the first vector has dimensions 0-3, 8-11, 16-19, 24-27 in pairs, the
 // second the others: what one unpack instruction makes.
 INLINE void pair_up(vu first, vu second, vu &low, vu &high) {
-#ifdef __AVX512BW__
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    __m256i a[2], b[2], l[2], h[2];
+    memcpy(a, &first, 64), memcpy(b, &second, 64);
+    for (int i = 0; i < 2; i++) l[i] = _mm256_unpacklo_epi16(a[i], b[i]), h[i] = _mm256_unpackhi_epi16(a[i], b[i]);
+    memcpy(&low, l, 64), memcpy(&high, h, 64);
+#elif defined(__AVX512BW__)
     low = (vu)_mm512_unpacklo_epi16((__m512i)first, (__m512i)second);
     high = (vu)_mm512_unpackhi_epi16((__m512i)first, (__m512i)second);
 #else
-    const uint16_t *a = (const uint16_t *)&first, *b = (const uint16_t *)&second;
-    for (int i = 0; i < LANES; i++) {
-        int at = i / 4 * 8 + i % 4;
-        low[i] = a[at] | (uint32_t)b[at] << 16, high[i] = a[at + 4] | (uint32_t)b[at + 4] << 16;
+    for (int part = 0; part < 8; part++) {  // of 16 bytes
+        uint16_t a[8], b[8];
+        memcpy(a, (const char *)&first + 16 * (part % 4), 16), memcpy(b, (const char *)&second + 16 * (part % 4), 16);
+        for (int i = 0; i < 4; i++) {
+            const int at = part / 4 * 4 + i;
+            (part < 4 ? low : high)[part % 4 * 4 + i] = a[at] | (uint32_t)b[at] << 16;
+        }
     }
 #endif
 }
@@ -271,60 +307,93 @@ INLINE vf power_of_two(vf x) {
 #endif
 }
 
-INLINE float largest_lane(vf v) {
+// Four rows' vectors → each row's sum, or its largest, by one tree wherever the row is.
+template <bool SUM> INLINE void reduce4(const vf *rows, float *out) {
 #ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)v);
+    auto both = [](__m512 x, __m512 y) __attribute__((always_inline)) { return SUM ? _mm512_add_ps(x, y) : _mm512_max_ps(x, y); };
+    const __m512 a = (__m512)rows[0], b = (__m512)rows[1], c = (__m512)rows[2], d = (__m512)rows[3];
+    const __m512 ac = both(_mm512_unpacklo_ps(a, c), _mm512_unpackhi_ps(a, c));
+    const __m512 bd = both(_mm512_unpacklo_ps(b, d), _mm512_unpackhi_ps(b, d));
+    __m512 abcd = both(_mm512_unpacklo_ps(ac, bd), _mm512_unpackhi_ps(ac, bd));
+    abcd = both(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4e));
+    abcd = both(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0xb1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(abcd));
 #else
-    return largest(v);
-#endif
-}
-INLINE float sum_lanes(vf v) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    return sum(v);
+    out[0] = SUM ? sum(rows[0]) : largest(rows[0]);  // the only row of weigh without AVX-512
 #endif
 }
 
-// Scores of a row, `vectors` of them, of which [from, to) count → its weights as bfloat16 in the same place,
-// relative to the largest score. most: that score times factor (the softmax is in powers of two), -FLT_MAX when
-// none counts; total: the weights' sum.
-template <bool WHOLE> INLINE void weigh(float *scores, int vectors, int from, int to, float factor, float &most_out, float &total_out) {
-    constexpr int STEPS = CHUNK_VECTORS;
-    const int count = WHOLE ? STEPS : vectors;
-    vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vf best = all(-FLT_MAX);
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++) {
-        vf s = load(scores + i * LANES);
-        if (!WHOLE) {
-            vi key = lane + i * LANES;
-            s = (key >= from) & (key < to) ? s : all(-FLT_MAX);
+INLINE vf most_of(vf a, vf b) {
+#ifdef __AVX512F__
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return larger(a, b);
+#endif
+}
+
+INLINE void narrow_two(vf first, vf second, uint16_t *to) {
+#ifdef __AVX512BF16__
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    memcpy(to, &both, 64);
+#else
+    vh halves[2] = {narrow(first), narrow(second)};
+    memcpy(to, halves, 64);
+#endif
+}
+
+// Scores of R rows of CHUNK, `vectors` of them, of which [from[r], to[r]) count → their weights as bfloat16 in the
+// same place, relative to the row's largest score. most: that score times factor (the softmax is in powers of
+// two), -FLT_MAX when none counts; total: the weights' sum. WHOLE: all of CHUNK count.
+template <int R, bool WHOLE>
+__attribute__((noinline)) void weigh(float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
+    static_assert(CHUNK_VECTORS == 8, "the tree below has eight leaves");
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float four[4];
+    vf rows[4];
+    auto counts = [&](int r, int i) __attribute__((always_inline)) { return (lane + i * LANES >= from[r]) & (lane + i * LANES < to[r]); };
+    UNROLL
+    for (int r = 0; r < R; r++) {
+        vf best = all(-FLT_MAX);
+        UNROLL
+        for (int i = 0; i < CHUNK_VECTORS; i++) {
+            if (!WHOLE && i >= vectors) break;
+            vf s = load(scores + r * CHUNK + i * LANES);
+            best = most_of(best, WHOLE ? s : counts(r, i) ? s : all(-FLT_MAX));
         }
-        best = s > best ? s : best;
+        rows[r] = best;
     }
-    float most = largest_lane(best) * factor;
-    most = most > -FLT_MAX ? most : -FLT_MAX;
-    vf sums = {};
-    uint16_t *weights = (uint16_t *)scores;
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i += 2) {
-        vf p[2] = {};
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            if (!WHOLE && i + j >= count) break;
-            vf s = load(scores + (i + j) * LANES);
-            p[j] = power_of_two(fma(s, all(factor), all(-most)));
-            if (!WHOLE) {
-                vi key = lane + (i + j) * LANES;
-                p[j] = (key >= from) & (key < to) ? p[j] : vf{};
-            }
-            sums += p[j];
+    for (int r = R; r < 4; r++) rows[r] = rows[0];
+    reduce4<false>(rows, four);
+    UNROLL
+    for (int r = 0; r < R; r++) {
+        float *row = scores + r * CHUNK;
+        const float largest = four[r] * factor;
+        most[r] = largest > -FLT_MAX ? largest : largest != largest ? largest : -FLT_MAX;
+        const vf less = all(-most[r]);
+        vf p[CHUNK_VECTORS] = {};
+        UNROLL
+        for (int i = 0; i < CHUNK_VECTORS; i++) {
+            if (!WHOLE && i >= vectors) break;
+            p[i] = power_of_two(fma(load(row + i * LANES), all(factor), less));
+            if (!WHOLE) p[i] = counts(r, i) ? p[i] : vf{};
         }
-        vh halves[2] = {narrow(p[0]), narrow(p[1])};
-        memcpy(weights + i * LANES, halves, 64);
+        UNROLL
+        for (int i = 0; i < CHUNK_VECTORS; i += 2) narrow_two(p[i], p[i + 1], (uint16_t *)row + i * LANES);
+        rows[r] = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
     }
-    most_out = most, total_out = sum_lanes(sums);
+    for (int r = R; r < 4; r++) rows[r] = rows[0];
+    reduce4<true>(rows, four);
+    memcpy(total, four, R * sizeof(float));
+}
+template <bool WHOLE> INLINE void weigh_few(int64_t rows, float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
+#ifdef __AVX512F__
+    if (rows >= 4) return weigh<4, WHOLE>(scores, vectors, from, to, factor, most, total);
+    if (rows == 3) return weigh<3, WHOLE>(scores, vectors, from, to, factor, most, total);
+    if (rows == 2) return weigh<2, WHOLE>(scores, vectors, from, to, factor, most, total);
+    if (rows == 1) return weigh<1, WHOLE>(scores, vectors, from, to, factor, most, total);
+#else
+    for (int64_t r = 0; r < rows && r < 4; r++) weigh<1, WHOLE>(scores + r * CHUNK, vectors, from + r, to + r, factor, most + r, total + r);
+#endif
 }
 
 INLINE void cap_scores(float *scores, int vectors, float scale, float softcap) {
