@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made = actions.add_parser(
         "make",
         help="judge kernels that somebody wrote on several models, and sign them as one pack",
-        description="Judges kernels on several models: each right, and alone; together on whole workloads. It "
-        "signs the pack with this machine's own key. What was found is kept: a run goes on where it was cut "
-        "short.",
+        description="Judges kernels on several models: each right, and alone; together on whole workloads. "
+        "The pack is signed with this machine's own key. Findings are kept, so that a run that was cut short "
+        "goes on.",
         allow_abbrev=False,
     )
     pack_make.add_arguments(made)

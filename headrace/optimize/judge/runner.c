@@ -339,6 +339,7 @@ static void pack(reply *out) {
         }
         char *start = state.packed[set] + size - pages;
         mprotect(start, pages, PROT_READ | PROT_WRITE);
+        memset(start, 0, pages); /* as it may rely on, the second time too */
         int said = state.hr_pack(call, state.packed[set]);
         if (said != HR_DONE) {
             out->code = said;
