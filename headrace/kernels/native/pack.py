@@ -20,9 +20,10 @@ import torch
 
 from headrace.core.errors import NothingCoveredError, PackError
 from headrace.core.packs import KernelEntry, PackConditions, PackManifest
+from headrace.kernels import stock
 from headrace.kernels.native.build import cpu_features
 from headrace.kernels.native.build_cache import built
-from headrace.kernels.native.op import NativeKernel, make_op
+from headrace.kernels.native.op import NativeKernel, NativeOp, make_op
 from headrace.kernels.native.store import WeightStore
 from headrace.kernels.table import OpTable
 from headrace.kernels.weights import DecoderWeights
@@ -100,6 +101,10 @@ def bind_kernels(
                 ops[entry.op] = op
     if not ops:
         raise uncovered[0]
+    layer = ops.get("decoder_layer")
+    if isinstance(layer, NativeOp) and layer.entry.batch_invariant:
+        # a dtype that depends on how many rows a step has would make a row depend on it too
+        ops["embedding"] = stock.embedding_float32
     return base.replace(source=source, **ops)
 
 
