@@ -139,7 +139,12 @@ struct AttendPlan {
     static constexpr int64_t VECTORS = 384;        // query vectors of a tile, about
     static constexpr int64_t FEW = 64;             // query vectors, up to which chunks may be shared out
     static constexpr int64_t MOST_PARTIALS = 4 << 20;  // floats
-    static constexpr int64_t DIRECT = 12;          // query vectors, up to which keys and values are not kept turned
+    // Query vectors, up to which keys and values are turned as they are read and not kept.
+#ifdef __AVX512F__
+    static constexpr int64_t DIRECT = 12;
+#else
+    static constexpr int64_t DIRECT = 0;
+#endif
     static constexpr int64_t TURN = 8;             // a chunk's own cost, in query vectors
 
     // floats that a chunk of a group leaves: most, total, weighted values
@@ -349,8 +354,13 @@ struct AttendWork {
             else weigh_few<false>(count - i, scores, used, lows, highs, factor(), most + i, total + i);
         }
         const uint32_t *weights = (const uint32_t *)room.scores;
-        if (few()) multiply_values(count, weights, CHUNK, here(), there(), used * LANES / 2, c.v_head_dim, sums, c.value_width());
-        else multiply(count, weights, CHUNK, room.values, CHUNK_PAIRS * PANEL, (int)(c.value_width() / LANES), used * LANES / 2, sums, c.value_width());
+#ifdef __AVX512F__
+        if (few()) {
+            multiply_values(count, weights, CHUNK, here(), there(), used * LANES / 2, c.v_head_dim, sums, c.value_width());
+            return true;
+        }
+#endif
+        multiply(count, weights, CHUNK, room.values, CHUNK_PAIRS * PANEL, (int)(c.value_width() / LANES), used * LANES / 2, sums, c.value_width());
         return true;
     }
 
@@ -370,7 +380,7 @@ struct AttendWork {
             for (int64_t i = 0; i < LANES && at + i < count; i++) {
                 float *to = room.joined + (from + at + i) * width;
                 const float *add = sums + (at + i) * width;
-                for (int64_t d = 0; d < width; d += LANES) store(to + d, fma(load(add + d), all(shares[1][i]), load(to + d) * shares[0][i]));
+                add_shares(to, shares[0][i], add, shares[1][i], width);
             }
         }
     }

@@ -17,7 +17,7 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 #elif defined(__AVX512F__)
 constexpr int TILE_ROWS = 4, TILE_VECTORS = 4;
 #else
-constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;
 #endif
 #ifdef __AVX512F__
 #define UNROLL _Pragma("GCC unroll 8")  // where there are registers for it
@@ -35,7 +35,19 @@ INLINE void add_dot(vf &sum, vu a, vu b) {
 #endif
 }
 
+}  // namespace
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#define ATTEND_AVX2 1
+#include "attend_avx2.h"
+#else
+#define ATTEND_AVX2 0
+#endif
+
+namespace {
+
 // c (R, N vectors) = a (R, pairs) · b (pairs, PANEL)
+#if !ATTEND_AVX2
 template <int R, int N>
 __attribute__((noinline)) void multiply_tile(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t pairs, float *c, int64_t c_stride) {
     vf sums[R][N] = {};
@@ -55,15 +67,14 @@ __attribute__((noinline)) void multiply_tile(const uint32_t *a, int64_t a_stride
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, sums[r][n]);
 }
+#endif
 
 template <int N> INLINE void multiply_rows(int rows, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t pairs, float *c, int64_t c_stride) {
     switch (rows) {
     case 1: return multiply_tile<1, N>(a, a_stride, b, pairs, c, c_stride);
     case 2: return multiply_tile<2, N>(a, a_stride, b, pairs, c, c_stride);
-#if defined(__AVX512F__)
     case 3: return multiply_tile<3, N>(a, a_stride, b, pairs, c, c_stride);
     case 4: return multiply_tile<4, N>(a, a_stride, b, pairs, c, c_stride);
-#endif
 #if defined(__AVX512BF16__)
     case 5: return multiply_tile<5, N>(a, a_stride, b, pairs, c, c_stride);
     case 6: return multiply_tile<6, N>(a, a_stride, b, pairs, c, c_stride);
@@ -81,8 +92,8 @@ INLINE void multiply(int64_t rows, const uint32_t *a, int64_t a_stride, const ui
             const uint32_t *from = a + row * a_stride;
             float *to = c + row * c_stride + at * LANES;
             if (count == 1) multiply_rows<1>(here, from, a_stride, columns, pairs, to, c_stride);
-            if (count == 2) multiply_rows<2>(here, from, a_stride, columns, pairs, to, c_stride);
 #ifdef __AVX512F__
+            if (count == 2) multiply_rows<2>(here, from, a_stride, columns, pairs, to, c_stride);
             if (count == 3) multiply_rows<3>(here, from, a_stride, columns, pairs, to, c_stride);
             if (count == 4) multiply_rows<4>(here, from, a_stride, columns, pairs, to, c_stride);
 #endif
@@ -107,7 +118,7 @@ INLINE vu load_pairs(const uint16_t *row, int64_t at, int64_t dim) {
 }
 
 #ifdef __AVX512F__
-// 16 × 16 words; with AVX2 8 × 8
+// 16 × 16 words
 INLINE void transpose(__m512i *r) {
     __m512i t[16];
 #pragma GCC unroll 8
@@ -132,18 +143,6 @@ INLINE void transpose(__m512i *r) {
         r[i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88), r[8 + i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
         r[4 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88), r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
     }
-}
-#elif defined(__AVX2__)
-INLINE void transpose(__m256i *r) {
-    __m256i t[8];
-    for (int i = 0; i < 4; i++) t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    for (int i = 0; i < 2; i++)
-        for (int j = 0; j < 2; j++) {
-            r[4 * i + 2 * j] = _mm256_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-            r[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-        }
-    for (int i = 0; i < 4; i++) t[i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x20), t[4 + i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x31);
-    memcpy(r, t, sizeof t);
 }
 #endif
 
@@ -177,19 +176,17 @@ INLINE void turn_keys(const Addresses &where, const Addresses &next, int at, int
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) memcpy(columns + i * PANEL, &block[i], 64);
 #else
-        alignas(64) vu rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = inside ? load_line(from[i] + line * 32) : load_pairs(from[i], line * 32, dim);
-#ifdef __AVX2__
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int half = quarter / 2 * 8, word = quarter % 2 * 8;
-            __m256i block[8];
-            for (int i = 0; i < 8; i++) memcpy(&block[i], (const char *)&rows[half + i] + 4 * word, 32);
-            transpose(block);
-            for (int i = 0; i < 8; i++) memcpy(columns + (word + i) * PANEL + half, &block[i], 32);
+        alignas(64) uint16_t tail[LANES][32] = {};
+        const uint16_t *rows[LANES];
+        for (int i = 0; i < LANES; i++) {
+            rows[i] = inside ? from[i] + line * 32 : tail[i];
+            if (!inside) memcpy(tail[i], from[i] + line * 32, 2 * (dim - line * 32));
         }
+#if ATTEND_AVX2
+        turn_line(rows, columns);
 #else
         for (int i = 0; i < LANES; i++)
-            for (int j = 0; j < LANES; j++) columns[j * PANEL + i] = rows[i][j];
+            for (int j = 0; j < LANES; j++) memcpy(columns + j * PANEL + i, rows[i] + 2 * j, 4);
 #endif
 #endif
     }
@@ -198,12 +195,7 @@ INLINE void turn_keys(const Addresses &where, const Addresses &next, int at, int
 // Of 32 dimensions of two keys' values, the first vector has dimensions 0-3, 8-11, 16-19, 24-27 in pairs, the
 // second the others: what one unpack instruction makes.
 INLINE void pair_up(vu first, vu second, vu &low, vu &high) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
-    __m256i a[2], b[2], l[2], h[2];
-    memcpy(a, &first, 64), memcpy(b, &second, 64);
-    for (int i = 0; i < 2; i++) l[i] = _mm256_unpacklo_epi16(a[i], b[i]), h[i] = _mm256_unpackhi_epi16(a[i], b[i]);
-    memcpy(&low, l, 64), memcpy(&high, h, 64);
-#elif defined(__AVX512BW__)
+#ifdef __AVX512BW__
     low = (vu)_mm512_unpacklo_epi16((__m512i)first, (__m512i)second);
     high = (vu)_mm512_unpackhi_epi16((__m512i)first, (__m512i)second);
 #else
@@ -233,14 +225,21 @@ INLINE void pair_values(const Addresses &where, const Addresses &next, int pairs
         const uint16_t *first = where.values[2 * pair], *second = where.values[2 * pair + 1];
         for (int64_t line = 0; line < lines; line++) {
             fetch(next.values[2 * pair] + line * 32), fetch(next.values[2 * pair + 1] + line * 32);
+            uint32_t *columns = to + line / 2 * panel + pair * PANEL + line % 2 * 32;
+#if ATTEND_AVX2
+            if (line * 32 + 32 <= dim) {
+                pair_line(first + line * 32, second + line * 32, columns);
+                continue;
+            }
+#endif
             vu low, high;
             pair_up(load_pairs(first, line * 32, dim), load_pairs(second, line * 32, dim), low, high);
-            uint32_t *columns = to + line / 2 * panel + pair * PANEL + line % 2 * 32;
             memcpy(columns, &low, 64), memcpy(columns + LANES, &high, 64);
         }
     }
 }
 
+#ifdef __AVX512F__
 // c (R, 2 · L vectors) = a (R, pairs) · values from dimension d on, paired up as they are read: what
 // multiply_tile makes of pair_values
 template <int R, int L>
@@ -270,10 +269,8 @@ template <int L> INLINE void weigh_rows(int rows, const uint32_t *a, int64_t a_s
     switch (rows) {
     case 1: return weigh_values<1, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
     case 2: return weigh_values<2, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
-#if defined(__AVX512F__)
     case 3: return weigh_values<3, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
     case 4: return weigh_values<4, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
-#endif
 #if defined(__AVX512BF16__)
     case 5: return weigh_values<5, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
     case 6: return weigh_values<6, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
@@ -285,10 +282,11 @@ INLINE void multiply_values(int64_t rows, const uint32_t *a, int64_t a_stride, c
         const int here = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
         const uint32_t *from = a + row * a_stride;
         int64_t d = 0;
-        for (; TILE_VECTORS >= 4 && d + 32 < dim; d += 64) weigh_rows<2>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
+        for (; d + 32 < dim; d += 64) weigh_rows<2>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
         for (; d < dim; d += 32) weigh_rows<1>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
     }
 }
+#endif
 
 // ---- scores → weights ----
 
@@ -344,6 +342,7 @@ INLINE void narrow_two(vf first, vf second, uint16_t *to) {
 // Scores of R rows of CHUNK, `vectors` of them, of which [from[r], to[r]) count → their weights as bfloat16 in the
 // same place, relative to the row's largest score. most: that score times factor (the softmax is in powers of
 // two), -FLT_MAX when none counts; total: the weights' sum. WHOLE: all of CHUNK count.
+#if !ATTEND_AVX2
 template <int R, bool WHOLE>
 __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
     static_assert(CHUNK_VECTORS == 8, "the tree below has eight leaves");
@@ -385,6 +384,7 @@ __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from
     reduce4<true>(rows, four);
     memcpy(total, four, R * sizeof(float));
 }
+#endif
 template <bool WHOLE> INLINE void weigh_few(int64_t rows, float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
 #ifdef __AVX512F__
     if (rows >= 4) return weigh<4, WHOLE>(scores, vectors, from, to, factor, most, total);
@@ -402,6 +402,18 @@ INLINE void cap_scores(float *scores, int vectors, float scale, float softcap) {
 }
 
 // ---- chunks joined, in ascending order ----
+
+// to = to · was + add · comes
+INLINE void add_shares(float *to, float was, const float *add, float comes, int64_t n) {
+#if ATTEND_AVX2
+    for (int64_t i = 0; i < n; i += 8) {
+        const __m256 kept = _mm256_mul_ps(_mm256_loadu_ps(to + i), _mm256_set1_ps(was));
+        _mm256_storeu_ps(to + i, _mm256_fmadd_ps(_mm256_loadu_ps(add + i), _mm256_set1_ps(comes), kept));
+    }
+#else
+    for (int64_t i = 0; i < n; i += LANES) store(to + i, fma(load(add + i), all(comes), load(to + i) * was));
+#endif
+}
 
 // What 16 query vectors know of the chunks so far: the softmax's largest exponent and its sum.
 struct Softmax {
