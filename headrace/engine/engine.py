@@ -130,7 +130,7 @@ class Engine:
         )
         geometry = KVGeometry(list(model_config.kv_specs), config.block_size, dtype)
         weights_bytes = loaded.weights_bytes + loaded.model.ops.nbytes
-        if pack_formats:  # the kernels' own forms are read, and the system may take the files' pages back
+        if pack and pack_formats:  # the kernels' own forms are read: the files' pages may go
             loaded.release()
             weights_bytes -= loaded.mapped_bytes
         free_bytes = min(free_before - weights_bytes, memory.available_bytes(self.device, share))

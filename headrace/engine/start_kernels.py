@@ -1,7 +1,7 @@
 """Which kernels an engine starts with: what its setting says, or the best shipped pack that fits.
 
     choose ──► a pack that this CPU runs and this compiler builds ──► its weight formats ──► load_model
-    bind   ──► its kernels on the loaded weights, else the next pack, else stock operators
+    bind   ──► its kernels on the loaded weights, tried on a few tokens; else the next pack, else stock
 
 Left to itself (``auto``) this never fails: what cannot be used is passed over, and ``line`` says why.
 """
@@ -23,7 +23,9 @@ import torch
 from headrace.core.errors import CompilerMissingError, HeadraceError, PackError
 from headrace.core.packs import AUTO, NONE, PackManifest
 from headrace.core.signatures import PROJECT_KEYS
+from headrace.engine.model_runner import KVGeometry
 from headrace.engine.packs import LoadPack, load_native_pack, pack_id_of
+from headrace.kernels.batch import AttentionBatch, BatchEntry
 from headrace.kernels.table import OpTable
 from headrace.models.causal_lm import CausalLM
 from headrace.models.families import covers
@@ -38,6 +40,8 @@ BUILD_S = 300.0
 """How long kernels may be built at a start, those of all packs that are tried together."""
 
 Found = TypeVar("Found")
+
+_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,9 @@ class StartKernels:
 
     def _bind(self, pack: ShippedPack, own: OpTable, model: CausalLM) -> OpTable:
         folder = self._built.get(pack.pack_id) or self._build(pack)
-        return load_native_pack(pack.folder, own, model, folder)
+        ops = load_native_pack(pack.folder, own, model, folder)
+        _try_out(ops, model, getattr(torch, self._dtype))
+        return ops
 
     def _try(self, pack: ShippedPack, do: Callable[[], Found]) -> Found | None:
         """What ``do`` gives; None: it failed, and the pack is passed over."""
@@ -178,6 +184,23 @@ class StartKernels:
     def _pass_over(self, pack: ShippedPack, reason: str) -> None:
         self._candidates.remove(pack)
         self._reasons.append(f"{pack.name}: {reason}")
+
+
+def _try_out(ops: OpTable, model: CausalLM, dtype: torch.dtype) -> None:
+    """A prompt of two tokens and a decode. Raises PackError where no numbers come out of them, and whatever
+    the kernels raise."""
+    geometry = KVGeometry(list(model.config.kv_specs), _BLOCK, dtype)
+    own, model.ops = model.ops, ops
+    try:
+        with torch.inference_mode():
+            kv = geometry.allocate(1, torch.device("cpu"))
+            for context, count in ((0, 2), (2, 1)):
+                batch = AttentionBatch.build([BatchEntry(context, count, [0])], _BLOCK)
+                hidden = model.forward(torch.zeros(count, dtype=torch.int64), batch, kv)
+                if not bool(model.logits(hidden).isfinite().all()):
+                    raise PackError("its kernels give no valid logits for this model")
+    finally:
+        model.ops = own
 
 
 def describe_kernels(own: OpTable, ops: OpTable, model: CausalLM) -> tuple[str, bool]:

@@ -263,6 +263,33 @@ def test_weights_that_a_kernel_does_not_read(make: Make, shelf: PackShelf) -> No
     serves(engine)
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return 7;", "EngineError: the kernel for logits_head failed"),
+        (
+            "((float *)call->tensors[3].data)[0] = NAN; return HR_DONE;",
+            "no valid",
+        ),
+    ],
+    ids=["fails", "NaN"],
+)
+def test_kernels_that_fail_on_this_model(
+    make: Make, shelf: PackShelf, tmp_path: Path, body: str, reason: str
+) -> None:
+    """They are tried on a few tokens before anybody is served."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    head = '#include <cmath>\n#include "headrace_kernel.h"\nextern "C" int hr_run(const hr_call *call) '
+    (sources / "logits_head.cpp").write_text(f"{head}{{ {body} }}\n")
+    shelf.add("a-bad", sources=sources, features=sorted(build.cpu_features())[:1])
+    good = shelf.add("good", ops=["rms_norm"])
+    engine = make()
+    assert engine.stats().pack == good
+    assert "; a-bad: " in engine.kernels and reason in engine.kernels
+    serves(engine)
+
+
 @pytest.mark.parametrize("threads", [1, 16])
 def test_one_core_and_sixteen(make: Make, shelf: PackShelf, threads: int) -> None:
     shelf.add("cpu", ops=["logits_head", "rms_norm"])
