@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="decode, prefill or chat; the first decides [decode, then prefill]",
     )
+    add("--kernels", default="", metavar="FILE", help="instead of SOURCES/kernels.json")
     add("--name", default="", metavar="NAME", help="the pack's name [SOURCES']")
     add("--author", default="", metavar="WHO", help="who wrote the kernels (default: the user)")
     add(
@@ -65,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     from headrace.optimize.whole_pack import judge_pack, read_entries, split_candidates
 
     sources, out = Path(arguments.sources), Path(arguments.out)
-    entries = read_entries(sources)
+    entries = read_entries(sources, arguments.kernels)
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty", hint="name another folder, or remove it")
     options = JudgeOptions.quick() if arguments.quick else JudgeOptions()

@@ -54,9 +54,12 @@ class Model:
     workloads: Sequence[Workload]
 
 
-def read_entries(sources: Path) -> list[KernelEntry]:
-    """The kernels of a folder of sources, as its kernels.json declares them. Raises UsageError."""
-    path = sources / ENTRIES_FILE
+def read_entries(sources: Path, file: str = "") -> list[KernelEntry]:
+    """The kernels of a folder of sources, as ``file`` declares them, by default its kernels.json.
+
+    Raises UsageError.
+    """
+    path = Path(file) if file else sources / ENTRIES_FILE
     try:
         entries = msgspec.json.decode(path.read_bytes(), type=list[KernelEntry])
     except OSError as error:
