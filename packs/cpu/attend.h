@@ -136,7 +136,7 @@ struct AttendPlan {
     char *own;
     int64_t *next;  // task that nobody has taken
 
-    static constexpr int64_t VECTORS = 384;        // query vectors of a tile, about
+    static constexpr int64_t VECTORS = 768;        // query vectors of a tile, about
     static constexpr int64_t FEW = 64;             // query vectors, up to which chunks may be shared out
     static constexpr int64_t MOST_PARTIALS = 4 << 20;  // floats
     // Query vectors, up to which keys and values are turned as they are read and not kept.
@@ -152,7 +152,7 @@ struct AttendPlan {
 
     // Calls visit(task, pieces) for every run of rows and key head: prefill's last rows, the longest work, first.
     template <class Visit> void each(const Cache &c, const Visit &visit) const {
-        int64_t tile = VECTORS / c.fan, wanted = 3 * threads;
+        int64_t tile = VECTORS / c.fan, wanted = 6 * threads;
         tile = tile < 16 ? 16 : tile > 256 ? 256 : tile;
         auto tiles = [&](int64_t rows) {
             int64_t count = 0;
@@ -306,19 +306,24 @@ struct AttendWork {
         for (int64_t i = to; i < CHUNK; i++) keys[i] = keys[to - 1], values[i] = values[to - 1];
     }
 
-    // 16 · vectors of the chunk's keys, turned, from a panel's first vector on
-    void turn(int from, int vectors) const {
-        const int64_t width = c.key_width() / 2;
-        for (int i = from; i < from + vectors; i++)
-            turn_keys(here(), there(), i * LANES, c.head_dim, room.keys + (i - from) / PANEL_VECTORS * width * PANEL + i % PANEL_VECTORS * LANES);
+    // Vectors of a chunk's keys of which rows that see [from, to) need some: the first (even) and the end.
+    static void seen(int64_t begin, int64_t from, int64_t to, int &first, int &end) {
+        first = from > begin ? (int)((from - begin) / (2 * LANES) * 2) : 0;
+        end = to < begin + CHUNK ? (int)((to - begin + LANES - 1) / LANES) : CHUNK_VECTORS;
+    }
+
+    // Vectors [from, end) of the chunk's keys, turned; `panel` is the first that is kept.
+    void turn(int from, int end, int panel) const {
+        const int64_t size = c.key_width() / 2 * PANEL;
+        for (int i = from; i < end; i++) turn_keys(here(), there(), i * LANES, c.head_dim, room.keys + (i / PANEL_VECTORS - panel) * size + i % PANEL_VECTORS * LANES);
     }
 
     // For a task of many vectors, once a chunk.
     void turn_all(int64_t chunk) const {
-        const int64_t left = len(vectors() - 1) - chunk * CHUNK;
-        const int used = left < CHUNK ? (int)((left + LANES - 1) / LANES) : CHUNK_VECTORS;
-        turn(0, used);
-        pair_values(here(), there(), used * LANES / 2, c.v_head_dim, room.values);
+        int first, end;
+        seen(chunk * CHUNK, c.first_key(task.len), len(vectors() - 1), first, end);
+        turn(first, end, 0);
+        pair_values(here(), there(), first * LANES / 2, end * LANES / 2, c.v_head_dim, room.values);
     }
 
     // A batch of vectors on a chunk's keys: room.most and .total, sums (count, value_width). false: they see none
@@ -326,23 +331,23 @@ struct AttendWork {
     bool compute(int64_t chunk, int64_t from, int64_t count, float *sums) const {
         const int64_t begin = chunk * CHUNK, low_len = len(from), high_len = len(from + count - 1);
         if (high_len <= begin || c.first_key(low_len) >= begin + CHUNK) return false;
-        const int64_t end = high_len < begin + CHUNK ? high_len - begin : CHUNK;
-        const int used = (int)((end + LANES - 1) / LANES);
+        int first, end;
+        seen(begin, c.first_key(low_len), high_len, first, end);
         const int64_t width = c.key_width() / 2, pairs = (c.head_dim + 1) / 2;
         const uint32_t *q = (const uint32_t *)plan.queries + ((task.kv_head * c.rows + task.row) * c.fan + from) * width;
         if (few()) {
-            for (int at = 0; at < used; at += PANEL_VECTORS) {
-                const int some = used - at < PANEL_VECTORS ? used - at : PANEL_VECTORS;
-                turn(at, some);
-                multiply(count, q, width, room.keys, 0, some, pairs, room.scores + at * LANES, CHUNK);
+            for (int at = first; at < end; at = (at / PANEL_VECTORS + 1) * PANEL_VECTORS) {
+                const int panel = at / PANEL_VECTORS, before = panel * PANEL_VECTORS, stop = before + PANEL_VECTORS < end ? before + PANEL_VECTORS : end;
+                turn(at, stop, panel);
+                multiply(count, q, width, room.keys, 0, at - before, stop - before, pairs, room.scores + before * LANES, CHUNK);
             }
         } else {
-            multiply(count, q, width, room.keys, width * PANEL, used, pairs, room.scores, CHUNK);
+            multiply(count, q, width, room.keys, width * PANEL, first, end, pairs, room.scores, CHUNK);
         }
         const bool whole = low_len >= begin + CHUNK && c.first_key(high_len) <= begin;
         float *most = room.most + lane_of(from), *total = room.total + lane_of(from);
         if (c.softcap > 0)
-            for (int64_t i = 0; i < count; i++) cap_scores(room.scores + i * CHUNK, used, c.scale, c.softcap);
+            for (int64_t i = 0; i < count; i++) cap_scores(room.scores + i * CHUNK, first, end, c.scale, c.softcap);
         for (int64_t i = 0; i < count; i += 4) {
             float *scores = room.scores + i * CHUNK;
             int lows[4] = {}, highs[4] = {};
@@ -350,17 +355,18 @@ struct AttendWork {
                 const int64_t sees = len(from + i + j), low = c.first_key(sees) - begin, high = sees - begin;
                 lows[j] = low < 0 ? 0 : (int)(low < CHUNK ? low : CHUNK), highs[j] = high > CHUNK ? CHUNK : (int)high;
             }
-            if (whole) weigh_few<true>(count - i, scores, CHUNK_VECTORS, lows, highs, factor(), most + i, total + i);
-            else weigh_few<false>(count - i, scores, used, lows, highs, factor(), most + i, total + i);
+            if (whole) weigh_few<true>(count - i, scores, 0, CHUNK_VECTORS, lows, highs, factor(), most + i, total + i);
+            else weigh_few<false>(count - i, scores, first, end, lows, highs, factor(), most + i, total + i);
         }
         const uint32_t *weights = (const uint32_t *)room.scores;
+        const int from_pair = first * LANES / 2, end_pair = end * LANES / 2;
 #ifdef __AVX512F__
         if (few()) {
-            multiply_values(count, weights, CHUNK, here(), there(), used * LANES / 2, c.v_head_dim, sums, c.value_width());
+            multiply_values(count, weights, CHUNK, here(), there(), from_pair, end_pair, c.v_head_dim, sums, c.value_width());
             return true;
         }
 #endif
-        multiply(count, weights, CHUNK, room.values, CHUNK_PAIRS * PANEL, (int)(c.value_width() / LANES), used * LANES / 2, sums, c.value_width());
+        multiply(count, weights + from_pair, CHUNK, room.values + from_pair * PANEL, CHUNK_PAIRS * PANEL, 0, (int)(c.value_width() / LANES), end_pair - from_pair, sums, c.value_width());
         return true;
     }
 

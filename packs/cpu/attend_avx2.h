@@ -88,7 +88,7 @@ INLINE __m256i narrow8(__m256 x) {
 
 // As attend_tile.h's, one row at a time.
 template <int R, bool WHOLE>
-__attribute__((noinline)) void weigh(float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
+__attribute__((noinline)) void weigh(float *scores, int first, int end, const int *from, const int *to, float factor, float *most, float *total) {
     static_assert(R == 1, "one row");
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i low = _mm256_set1_epi32(*from - 1), high = _mm256_set1_epi32(*to);
@@ -97,9 +97,9 @@ __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from
         return (__m256)_mm256_and_si256(_mm256_cmpgt_epi32(key, low), _mm256_cmpgt_epi32(high, key));
     };
     const __m256 least = _mm256_set1_ps(-FLT_MAX);
-    const int end = WHOLE ? CHUNK : vectors * LANES;
+    const int begin = WHOLE ? 0 : first * LANES, stop = WHOLE ? CHUNK : end * LANES;
     __m256 best = least;
-    for (int i = 0; i < end; i += 8) {
+    for (int i = begin; i < stop; i += 8) {
         __m256 s = _mm256_loadu_ps(scores + i);
         if (!WHOLE) s = _mm256_blendv_ps(least, s, counts(i));
         best = _mm256_max_ps(best, s);
@@ -111,7 +111,7 @@ __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from
     *most = largest > -FLT_MAX ? largest : -FLT_MAX;
     const __m256 less = _mm256_set1_ps(-*most), by = _mm256_set1_ps(factor);
     __m256 sums = _mm256_setzero_ps();
-    for (int i = 0; i < end; i += 16) {
+    for (int i = begin; i < stop; i += 16) {
         __m256 p[2];
         for (int j = 0; j < 2; j++) {
             p[j] = power_of_two8(_mm256_fmadd_ps(_mm256_loadu_ps(scores + i + 8 * j), by, less));

@@ -82,11 +82,11 @@ template <int N> INLINE void multiply_rows(int rows, const uint32_t *a, int64_t 
     }
 }
 
-// c (rows, vectors) = a (rows, pairs) · b, in panels `panel` elements apart
-INLINE void multiply(int64_t rows, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t panel, int vectors, int64_t pairs, float *c, int64_t c_stride) {
-    for (int at = 0; at < vectors; at += TILE_VECTORS) {
+// Vectors [first, end) of c (rows, end) = a (rows, pairs) · b, in panels `panel` elements apart
+INLINE void multiply(int64_t rows, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t panel, int first, int end, int64_t pairs, float *c, int64_t c_stride) {
+    for (int at = first, count; at < end; at += count) {
         const uint32_t *columns = b + at / PANEL_VECTORS * panel + at % PANEL_VECTORS * LANES;
-        const int count = vectors - at < TILE_VECTORS ? vectors - at : TILE_VECTORS;
+        count = TILE_VECTORS - at % TILE_VECTORS < end - at ? TILE_VECTORS - at % TILE_VECTORS : end - at;
         for (int64_t row = 0; row < rows; row += TILE_ROWS) {
             const int here = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
             const uint32_t *from = a + row * a_stride;
@@ -218,10 +218,10 @@ INLINE void put_in_order(const float *pairs, float *to) {
 }
 
 // Values of dim → panels of [pair of keys][PANEL dimensions]
-INLINE void pair_values(const Addresses &where, const Addresses &next, int pairs, int64_t dim, uint32_t *to) {
+INLINE void pair_values(const Addresses &where, const Addresses &next, int from, int end, int64_t dim, uint32_t *to) {
     constexpr int64_t panel = CHUNK_PAIRS * PANEL;
     const int64_t lines = half_lines(dim);
-    for (int pair = 0; pair < pairs; pair++) {
+    for (int pair = from; pair < end; pair++) {
         const uint16_t *first = where.values[2 * pair], *second = where.values[2 * pair + 1];
         for (int64_t line = 0; line < lines; line++) {
             fetch(next.values[2 * pair] + line * 32), fetch(next.values[2 * pair + 1] + line * 32);
@@ -240,18 +240,18 @@ INLINE void pair_values(const Addresses &where, const Addresses &next, int pairs
 }
 
 #ifdef __AVX512F__
-// c (R, 2 · L vectors) = a (R, pairs) · values from dimension d on, paired up as they are read: what
+// c (R, 2 · L vectors) = a (R, pairs) · values of pairs [from, to) from dimension d on, paired up as they are read: what
 // multiply_tile makes of pair_values
 template <int R, int L>
-__attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t pairs, int64_t d, int64_t dim, float *c, int64_t c_stride) {
+__attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t from, int64_t to, int64_t d, int64_t dim, float *c, int64_t c_stride) {
     vf sums[R][2 * L] = {};
-    for (int64_t pair = 0; pair < pairs; pair++) {
+    for (int64_t pair = from; pair < to; pair++) {
         vu column[2 * L];
 #pragma GCC unroll 2
         for (int line = 0; line < L; line++) {
-            const int64_t from = d + line * 32;
-            fetch(next.values[2 * pair] + from), fetch(next.values[2 * pair + 1] + from);
-            pair_up(load_pairs(where.values[2 * pair], from, dim), load_pairs(where.values[2 * pair + 1], from, dim), column[2 * line], column[2 * line + 1]);
+            const int64_t at = d + line * 32;
+            fetch(next.values[2 * pair] + at), fetch(next.values[2 * pair + 1] + at);
+            pair_up(load_pairs(where.values[2 * pair], at, dim), load_pairs(where.values[2 * pair + 1], at, dim), column[2 * line], column[2 * line + 1]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -265,25 +265,25 @@ __attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride,
 #pragma GCC unroll 4
         for (int n = 0; n < 2 * L; n++) store(c + r * c_stride + n * LANES, sums[r][n]);
 }
-template <int L> INLINE void weigh_rows(int rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t pairs, int64_t d, int64_t dim, float *c, int64_t c_stride) {
+template <int L> INLINE void weigh_rows(int rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t from, int64_t to, int64_t d, int64_t dim, float *c, int64_t c_stride) {
     switch (rows) {
-    case 1: return weigh_values<1, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
-    case 2: return weigh_values<2, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
-    case 3: return weigh_values<3, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
-    case 4: return weigh_values<4, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+    case 1: return weigh_values<1, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
+    case 2: return weigh_values<2, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
+    case 3: return weigh_values<3, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
+    case 4: return weigh_values<4, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
 #if defined(__AVX512BF16__)
-    case 5: return weigh_values<5, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
-    case 6: return weigh_values<6, L>(a, a_stride, where, next, pairs, d, dim, c, c_stride);
+    case 5: return weigh_values<5, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
+    case 6: return weigh_values<6, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
 #endif
     }
 }
-INLINE void multiply_values(int64_t rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t pairs, int64_t dim, float *c, int64_t c_stride) {
+INLINE void multiply_values(int64_t rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t from, int64_t to, int64_t dim, float *c, int64_t c_stride) {
     for (int64_t row = 0; row < rows; row += TILE_ROWS) {
         const int here = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-        const uint32_t *from = a + row * a_stride;
+        const uint32_t *weights = a + row * a_stride;
         int64_t d = 0;
-        for (; d + 32 < dim; d += 64) weigh_rows<2>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
-        for (; d < dim; d += 32) weigh_rows<1>(here, from, a_stride, where, next, pairs, d, dim, c + row * c_stride + d, c_stride);
+        for (; d + 32 < dim; d += 64) weigh_rows<2>(here, weights, a_stride, where, next, from, to, d, dim, c + row * c_stride + d, c_stride);
+        for (; d < dim; d += 32) weigh_rows<1>(here, weights, a_stride, where, next, from, to, d, dim, c + row * c_stride + d, c_stride);
     }
 }
 #endif
@@ -339,12 +339,13 @@ INLINE void narrow_two(vf first, vf second, uint16_t *to) {
 #endif
 }
 
-// Scores of R rows of CHUNK, `vectors` of them, of which [from[r], to[r]) count → their weights as bfloat16 in the
-// same place, relative to the row's largest score. most: that score times factor (the softmax is in powers of
-// two), -FLT_MAX when none counts; total: the weights' sum. WHOLE: all of CHUNK count.
+// Scores of R rows of CHUNK, of which [from[r], to[r]) count, all in vectors [first, end) → those vectors' weights
+// as bfloat16 in the same place, relative to the row's largest score. first is even. most: that score times
+// factor (the softmax is in powers of two), -FLT_MAX when none counts; total: the weights' sum. WHOLE: all of
+// CHUNK count.
 #if !ATTEND_AVX2
 template <int R, bool WHOLE>
-__attribute__((noinline)) void weigh(float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
+__attribute__((noinline)) void weigh(float *scores, int first, int end, const int *from, const int *to, float factor, float *most, float *total) {
     static_assert(CHUNK_VECTORS == 8, "the tree below has eight leaves");
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float four[4];
@@ -355,7 +356,7 @@ __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from
         vf best = all(-FLT_MAX);
         UNROLL
         for (int i = 0; i < CHUNK_VECTORS; i++) {
-            if (!WHOLE && i >= vectors) break;
+            if (!WHOLE && (i < first || i >= end)) continue;
             vf s = load(scores + r * CHUNK + i * LANES);
             best = most_of(best, WHOLE ? s : counts(r, i) ? s : all(-FLT_MAX));
         }
@@ -372,7 +373,7 @@ __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from
         vf p[CHUNK_VECTORS] = {};
         UNROLL
         for (int i = 0; i < CHUNK_VECTORS; i++) {
-            if (!WHOLE && i >= vectors) break;
+            if (!WHOLE && (i < first || i >= end)) continue;
             p[i] = power_of_two(fma(load(row + i * LANES), all(factor), less));
             if (!WHOLE) p[i] = counts(r, i) ? p[i] : vf{};
         }
@@ -385,19 +386,19 @@ __attribute__((noinline)) void weigh(float *scores, int vectors, const int *from
     memcpy(total, four, R * sizeof(float));
 }
 #endif
-template <bool WHOLE> INLINE void weigh_few(int64_t rows, float *scores, int vectors, const int *from, const int *to, float factor, float *most, float *total) {
+template <bool WHOLE> INLINE void weigh_few(int64_t rows, float *scores, int first, int end, const int *from, const int *to, float factor, float *most, float *total) {
 #ifdef __AVX512F__
-    if (rows >= 4) return weigh<4, WHOLE>(scores, vectors, from, to, factor, most, total);
-    if (rows == 3) return weigh<3, WHOLE>(scores, vectors, from, to, factor, most, total);
-    if (rows == 2) return weigh<2, WHOLE>(scores, vectors, from, to, factor, most, total);
-    if (rows == 1) return weigh<1, WHOLE>(scores, vectors, from, to, factor, most, total);
+    if (rows >= 4) return weigh<4, WHOLE>(scores, first, end, from, to, factor, most, total);
+    if (rows == 3) return weigh<3, WHOLE>(scores, first, end, from, to, factor, most, total);
+    if (rows == 2) return weigh<2, WHOLE>(scores, first, end, from, to, factor, most, total);
+    if (rows == 1) return weigh<1, WHOLE>(scores, first, end, from, to, factor, most, total);
 #else
-    for (int64_t r = 0; r < rows && r < 4; r++) weigh<1, WHOLE>(scores + r * CHUNK, vectors, from + r, to + r, factor, most + r, total + r);
+    for (int64_t r = 0; r < rows && r < 4; r++) weigh<1, WHOLE>(scores + r * CHUNK, first, end, from + r, to + r, factor, most + r, total + r);
 #endif
 }
 
-INLINE void cap_scores(float *scores, int vectors, float scale, float softcap) {
-    for (int i = 0; i < vectors; i++)
+INLINE void cap_scores(float *scores, int first, int end, float scale, float softcap) {
+    for (int i = first; i < end; i++)
         store(scores + i * LANES, softcap * hyperbolic_tangent(load(scores + i * LANES) * (scale / softcap)));
 }
 
