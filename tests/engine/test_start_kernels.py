@@ -16,6 +16,8 @@ from headrace.core.knobs import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.kernels.native import build, shipped
 from headrace.kernels.native.build import find_compiler
+from headrace.kernels.native.coverage import describe_coverage, is_batch_invariant, native_ops
+from headrace.kernels.native.pack import Packable
 from headrace.optimize.keys import Keys
 from tests.engine.harness import make_request, run
 from tests.engine.shipped import PackShelf
@@ -261,6 +263,19 @@ def test_weights_that_a_kernel_does_not_read(make: Make, shelf: PackShelf) -> No
         "kernels: both (rms_norm); a-head: the kernel for logits_head covers none of the model's weights"
     )
     serves(engine)
+
+
+def test_what_is_covered_in_part_is_said(make: Make, shelf: PackShelf) -> None:
+    shelf.add("cpu", ops=["rms_norm", "linear"])
+    model = make().runner.model
+    assert isinstance(model, Packable)
+    assert describe_coverage(model.ops, model.weights) == "linear, rms_norm"
+    for op in native_ops(model.ops).values():
+        for owner in list(op._sets)[::3]:
+            del op._sets[owner]
+    first, second = describe_coverage(model.ops, model.weights).split("), ")
+    assert first.startswith("linear (8 of 12: not the shapes") and second.startswith("rms_norm (4 of 7: ")
+    assert not is_batch_invariant(model.ops, model.weights)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,19 @@ def native_ops(table: OpTable) -> dict[str, NativeOp]:
 
 
 def describe_coverage(table: OpTable, weights: DecoderWeights) -> str:
-    """The native ops, and how much of the weights those cover that do not cover all:
-    ``decoder_layer (28 of 30), logits_head``."""
+    """The native ops, and how much of the weights those cover that do not cover all, and why:
+    ``decoder_layer (28 of 30: it does not read q5_0), logits_head``."""
     words = []
     for name, op in native_ops(table).items():
-        owners = [found.owner for found in weight_sets(name, weights)]
-        num_covered = sum(op.covers(owner) for owner in owners)
-        part = f" ({num_covered} of {len(owners)})" if num_covered < len(owners) else ""
-        words.append(name + part)
+        sets = weight_sets(name, weights)
+        left = [found for found in sets if not op.covers(found.owner)]
+        if not left:
+            words.append(name)
+            continue
+        formats = {form for found in left for packed in found.linears.values() for form in packed.formats}
+        unread = sorted(formats - set(op.entry.weight_formats))
+        why = f"it does not read {', '.join(unread)}" if unread else "not the shapes of the others"
+        words.append(f"{name} ({len(sets) - len(left)} of {len(sets)}: {why})")
     return ", ".join(words)
 
 
