@@ -76,7 +76,8 @@ def count_elements(buffer: Tensor) -> int:
     total = 0 if table else buffer.shape[0]
     for (kind, _, offset), end in zip(table, ends, strict=False):
         elements, block_bytes = BLOCK_SIZES[TensorType(kind)] if kind in _KINDS else (1, 1)
-        total += max(end - offset, 0) // block_bytes * elements
+        inside = min(end, buffer.shape[0]) - max(offset, 0)
+        total += max(inside, 0) // block_bytes * elements
     return total
 
 

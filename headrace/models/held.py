@@ -39,7 +39,8 @@ class Form:
     @property
     def mapped(self) -> bool:
         """Whether weights that need no change stay in the file's pages."""
-        return self.dtype_name in self.pack_formats
+        asked = self.quantization != "int8" or self.makes_blocks
+        return asked and self.dtype_name in self.pack_formats
 
     @property
     def makes_blocks(self) -> bool:
