@@ -75,7 +75,7 @@ class OpProblem:
         cases: list[Case] = []
         for dtype in self.dtypes:
             for phase in self.entry.phases:
-                for rows in self._rows(dtype, phase, pick):
+                for rows in self._rows(phase, pick):
                     for window in self.windows:
                         contexts = self.contexts(window, pick)
                         content = CONTENTS[len(cases) % 4]
@@ -215,12 +215,11 @@ class OpProblem:
         window, widest = self.target.dims.get("window", 0), self.target.dims.get("max_window", 0)
         return [window] if not widest else [0, widest]
 
-    def _rows(self, dtype: str, phase: str, pick: random.Random) -> list[int]:
-        """Row counts: the least, the most, the target's own, and hidden ones between."""
+    def _rows(self, phase: str, pick: random.Random) -> list[int]:
+        """Row counts: the least, the most, the target's own, and hidden ones between. In float32 too: a
+        pack may make steps of any number so."""
         own = {shape.rows for shape in self.target.shapes if shape.phase == phase}
         most = self.entry.max_rows or max(_ANY_ROWS[phase], *own, 1)
-        if dtype == "float32" and self._serves_half and not self.entry.batch_invariant:
-            most = min(most, FEW_ROWS)  # above, the engine computes in bfloat16
         least = 2 if phase == "prefill" and self.signature.has_batch else 1
         rows = {
             least,

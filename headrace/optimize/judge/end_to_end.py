@@ -75,7 +75,7 @@ class Setting:
     @staticmethod
     def of(target: Target, workload: Workload | None, pack: Path | None, options: JudgeOptions) -> Setting:
         """By default the named workload of the target's phase."""
-        model = resolve_model(target.model, dtype=target.weight_dtype)
+        model = resolve_model(target.model, dtype=target.weight_dtype, quantization=target.quantization)
         config = EngineConfig(
             dtype="float32" if target.weight_dtype == "float32" else "bfloat16",
             quantization=target.quantization,  # type: ignore[arg-type]
