@@ -1,6 +1,7 @@
-"""Answers of a busy fleet whose replica is killed under them, recorded and replayed to the bit.
+"""Answers that a server recorded, replayed to the bit: one at a time on stock operators, and of a busy fleet
+whose replica is killed under them.
 
-Contract: exact, by the kernels that ship, in bfloat16.
+Contract: exact; the latter by the kernels that ship, in bfloat16.
 """
 
 from __future__ import annotations
@@ -39,12 +40,6 @@ LENGTH, MAX_LEN = 80, 400
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Home]:
-    if len(cpu_pack.OPS) < 3:
-        pytest.skip("packs/cpu is not whole")
-    try:
-        find_compiler()
-    except CompilerMissingError as error:
-        pytest.skip(str(error))
     with Home() as made:
         yield made
 
@@ -136,7 +131,41 @@ def streams() -> list[Stream]:
     return sent
 
 
+def test_one_at_a_time_on_stock_operators(home: Home, environment: dict[str, str]) -> None:
+    """Through either of two gateways; nothing is recorded that was not asked for, and nothing of it shown."""
+    answers, model = home.path / "plain-answers", write_model(home.path / "plain-model", max_len=MAX_LEN)
+    flags = (
+        *("--pack", "none", "--dtype", "float32", "--record", str(answers), "--gateways", "2"),
+        *("--threads", "1", "--kv-cache-gib", "0.05", "--no-enable-prefix-caching"),
+        *("--served-model-name", "tiny"),
+    )
+    sent = streams()[:4]
+    with Server(str(model), *flags, environment=environment) as server:
+        assert "kernels: stock operators, as --pack none asks for" in server.log
+        for stream in sent:
+            run(server.url, [stream])
+        check_complete(sent)
+        assert server.stop() == 0, server.log
+    assert not any(choice.logprobs for stream in sent for choice in stream.choices.values())
+    records = [find_record(answers, stream.request_id) for stream in sent]
+    assert len(list(answers.glob("*.json"))) == 4
+    resolved = resolve_model(records[0].source)
+    config = EngineConfig(
+        dtype="float32", pack="none", threads=1, max_model_len=MAX_LEN, enable_prefix_caching=False
+    )
+    engine = Engine(config, resolved.folder, revision=resolved.revision)
+    for record in records:
+        check_origin(engine, record)
+        assert replay(engine, record) is None, record.id
+
+
 def test_answers_of_a_killed_replica_are_replayed(home: Home, environment: dict[str, str]) -> None:
+    if len(cpu_pack.OPS) < 3:
+        pytest.skip("packs/cpu is not whole")
+    try:
+        find_compiler()
+    except CompilerMissingError as error:
+        pytest.skip(str(error))
     folder, answers = signed_pack(home), home.path / "answers"
     model = write_model(home.path / "tiny", max_len=MAX_LEN, dtype=torch.bfloat16)
     flags = (
