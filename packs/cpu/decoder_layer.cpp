@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t MANY = 24;               // rows for each thread from which tiles of rows are worth it
 constexpr int64_t TILE_BYTES = 512 << 10;  // of what a tile of rows reads and makes, to stay near
-constexpr int64_t MIN_TILE_ROWS = 16, MAX_TILE_ROWS = 128;
+constexpr int64_t MIN_TILE_ROWS = 16, MAX_TILE_ROWS = 140;
 constexpr int64_t WORTH_A_WAIT = 16384;    // numbers to norm; fewer are normed by every thread for itself
 
 struct Layer {
@@ -124,16 +124,18 @@ struct Layer {
     }
 };
 
-// Rows of a tile, so that its operands stay in a second-level cache.
-int64_t tile_rows(const LayerPack &p) {
+// Rows of a tile: few enough for its operands to stay near, and as many tiles for each thread.
+int64_t tile_rows(const LayerPack &p, int64_t rows, int threads) {
     const int64_t each = Room::operand_bytes(p, 1) + Operand::row_bytes(operand_of(p.down), p.down.in) + 4 * p.hidden;
-    const int64_t fit = TILE_BYTES / each / MIN_TILE_ROWS * MIN_TILE_ROWS;
-    return fit < MIN_TILE_ROWS ? MIN_TILE_ROWS : fit > MAX_TILE_ROWS ? MAX_TILE_ROWS : fit;
+    int64_t most = TILE_BYTES / each;
+    most = most < MIN_TILE_ROWS ? MIN_TILE_ROWS : most > MAX_TILE_ROWS ? MAX_TILE_ROWS : most;
+    const int64_t turns = (rows + most * threads - 1) / (most * threads);
+    return (rows + turns * threads - 1) / (turns * threads);
 }
 
 bool is_float(const hr_tensor &t, int64_t rows, int64_t width) {
     const int last = t.ndim - 1;
-    return t.data && t.dtype == HR_F32 && last >= 1 && t.shape[0] == rows && t.shape[last] == width && t.stride[last] == 1 && t.stride[0] == width;
+    return t.data && t.dtype == HR_F32 && last >= 1 && t.shape[0] == rows && t.shape[last] == width && t.stride[last] == 1 && (rows == 1 || t.stride[0] == width);
 }
 
 // false: not covered
@@ -162,7 +164,7 @@ bool read_call(const hr_call *call, Layer &layer) {
 
 extern "C" int64_t hr_packed_bytes(const hr_call *call) {
     LayerPack pack;
-    return lay_out_layer(call, pack) ? pack.bytes : 0;
+    return lay_out_layer(call, pack) && pack.head_dim <= MAX_HEAD_DIM && pack.v_head_dim <= MAX_HEAD_DIM ? pack.bytes : 0;
 }
 
 extern "C" int hr_pack(const hr_call *call, void *to) {
@@ -176,7 +178,7 @@ extern "C" int hr_run(const hr_call *call) {
     Layer layer = {};
     if (!read_call(call, layer)) return HR_NOT_MINE;
     const int threads = call->threads > 0 ? call->threads : 1;
-    layer.tile = layer.rows >= MANY * threads ? tile_rows(layer.pack()) : 0;
+    layer.tile = layer.rows >= MANY * threads ? tile_rows(layer.pack(), layer.rows, threads) : 0;
     layer.own_operands = layer.rows * layer.pack().hidden <= WORTH_A_WAIT || threads == 1;
     layer.plan.measure(layer.cache, threads);
     Carver sizes = {nullptr};

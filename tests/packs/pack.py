@@ -23,6 +23,8 @@ from tests.models.tiny import make_tiny
 SOURCES = Path(__file__).parents[2] / "packs" / "cpu"
 OPS = tuple(op for op in ("decoder_layer", "rms_norm", "logits_head") if (SOURCES / f"{op}.cpp").exists())
 
+FORMATS = ("bfloat16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
+
 
 def write_pack(folder: Path, ops: tuple[str, ...] = OPS) -> Path:
     """A pack of the kernels in packs/cpu for any model, not signed."""
@@ -54,7 +56,7 @@ def _entry(op: str) -> KernelEntry:
         phases=["decode", "prefill"],
         max_rows=0,
         activation_dtypes=["float32"],
-        weight_formats=["bfloat16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k"],
+        weight_formats=list(FORMATS),
         batch_invariant=True,
         activations="int8",
     )
@@ -72,8 +74,15 @@ class Packed:
     wide: Decoder
 
 
-def load_packed(model: Path, pack: Path, built: Path) -> Packed:
-    decoder = load_model(model, dtype=torch.bfloat16, device=torch.device("cpu")).model
+def load_packed(model: Path, pack: Path, built: Path, quantization: str = "none") -> Packed:
+    """With ``quantization`` "int8" weights are blocks of Q8_0."""
+    decoder = load_model(
+        model,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        quantization=quantization,
+        pack_formats=frozenset() if quantization == "none" else frozenset(FORMATS),
+    ).model
     assert isinstance(decoder, Decoder)
     base = decoder.ops.replace(decoder_layer=_refuse, embedding=float_embedding)
     table = load_pack(pack, base, decoder, build_folder=built)
@@ -88,9 +97,11 @@ def load_packed(model: Path, pack: Path, built: Path) -> Packed:
     return Packed(decoder, table, wide)
 
 
-def load_tiny(family: str, folder: Path, pack: Path, built: Path, **fields: Any) -> Packed:
+def load_tiny(
+    family: str, folder: Path, pack: Path, built: Path, *, quantization: str = "none", **fields: Any
+) -> Packed:
     made = make_tiny(family, folder / family, dtype=torch.bfloat16, **fields)
-    return load_packed(made, pack, built)
+    return load_packed(made, pack, built, quantization)
 
 
 def float_embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

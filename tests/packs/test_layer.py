@@ -61,13 +61,22 @@ def test_odd_sizes(family: str, sizes: dict[str, int], pack: Path, built: Path, 
     check_layers(load_tiny(family, tmp_path, pack, built, num_hidden_layers=2, **extra(family), **sizes))
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("family", ["llama_bias", "gemma2"])
+def test_layers_on_blocks_are_near_float64(family: str, pack: Path, built: Path, tmp_path: Path) -> None:
+    """Weights as they are in the blocks; what is lost is activations rounded to 8 bits."""
+    sizes = {"head_dim": 32}
+    check_layers(load_tiny(family, tmp_path, pack, built, quantization="int8", **sizes), more=0.03)
+
+
 def extra(family: str) -> dict[str, object]:
     kinds = {"gemma3": ["sliding_attention", "full_attention"]}
     return {"layer_types": kinds[family]} if family in kinds else {}
 
 
-def check_layers(packed: Packed) -> None:
-    """Every layer on its own, from the same rows: the kernel errs no more than torch's operators do."""
+def check_layers(packed: Packed, more: float = 0.002) -> None:
+    """Every layer on its own, from the same rows: the kernel errs no more than torch's operators do, but for
+    ``more``."""
     for name, entries in STEPS.items():
         step = LayerStep.random(packed.stock, entries)
         for index in range(packed.stock.config.num_layers):
@@ -75,10 +84,10 @@ def check_layers(packed: Packed) -> None:
             out, kv = step.layer(packed.stock, index, torch.float32, packed.table)
             other, _ = step.layer(packed.stock, index, torch.bfloat16)
             ours, stock = error(out, expected), error(other, expected)
-            assert ours < 1.5 * stock + 0.002, (name, index, ours, stock)
+            assert ours < 1.5 * stock + more, (name, index, ours, stock)
             slots = step.batch.slot_mapping
             for mine, right in ((kv.keys, expected_kv.keys), (kv.values, expected_kv.values)):
-                assert error(mine[:, slots], right[:, slots]) < 0.02, (name, index)
+                assert error(mine[:, slots], right[:, slots]) < 0.02 + more, (name, index)
                 untouched = torch.ones(mine.shape[1], dtype=torch.bool)
                 untouched[slots] = False
                 assert torch.equal(mine[:, untouched].double(), right[:, untouched])
@@ -222,6 +231,17 @@ def test_a_rows_bits_do_not_depend_on_its_step(family: str, pack: Path, built: P
     Runner(packed, seed=1).step([(sequence, sequence.left) for sequence in together])
     same(together, whole, "together")
     for chunk, decodes in ((1, 0), (7, 0), (64, 2), (129, 4), (1, 4)):
+        given = sequences(LENGTHS)
+        same(Runner(packed, seed=chunk).run(given, chunk, decodes), whole, (chunk, decodes))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_rows_bits_are_its_own_on_blocks(pack: Path, built: Path, tmp_path: Path) -> None:
+    packed = load_tiny("llama", tmp_path, pack, built, quantization="int8")
+    whole = sequences(LENGTHS)
+    for sequence in whole:
+        Runner(packed).step([(sequence, sequence.left)])
+    for chunk, decodes in ((7, 0), (129, 4), (1, 4)):
         given = sequences(LENGTHS)
         same(Runner(packed, seed=chunk).run(given, chunk, decodes), whole, (chunk, decodes))
 
