@@ -27,6 +27,7 @@ from headrace.kernels.dequantize import dequantize
 
 _KINDS = frozenset(int(kind) for kind in NAMES)
 _PIECE_ELEMENTS = 1 << 20
+_QUANTIZED_ELEMENTS = 1 << 15
 
 
 def join_blocks(parts: Sequence[tuple[str, Tensor]], in_features: int) -> Tensor:
@@ -152,13 +153,19 @@ def quantize_blocks(weight: Tensor) -> Tensor:
     rows, width = weight.shape
     assert width % 32 == 0, width
     out = torch.empty(rows, width // 32, 34, dtype=torch.uint8)
-    for start in range(0, rows, 4096):
-        groups = weight[start : start + 4096].float().view(-1, width // 32, 32)
+
+    def fill(start: int) -> None:
+        groups = weight[start : start + step].float().view(-1, width // 32, 32)
         scale = (groups.abs().amax(dim=2, keepdim=True) / 127.0).half()
         wide = scale.float()
         # a group that is all but 0 has no scale in float16, and then no numbers
         steps = torch.where(wide > 0, groups / wide, 0).round_().clamp_(-127, 127)
-        piece = out[start : start + 4096]
-        piece[:, :, :2] = scale.contiguous().view(torch.uint8)
+        piece = out[start : start + step]
+        piece[:, :, :2] = scale.view(torch.uint8)
         piece[:, :, 2:] = steps.to(torch.int8).view(torch.uint8)
+
+    # so small that torch computes a piece on one thread, and in the cache
+    step = max(_QUANTIZED_ELEMENTS // width, 1)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill, range(0, rows, step)))
     return out.view(rows, -1)
