@@ -64,7 +64,12 @@ def main(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
     )
     with printer.progress() as progress:
-        resolved = resolve_model(arguments.model or record.source, dtype=config.dtype, progress=progress)
+        resolved = resolve_model(
+            arguments.model or record.source,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            progress=progress,
+        )
         engine = Engine(
             config,
             resolved.folder,

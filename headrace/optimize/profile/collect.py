@@ -70,7 +70,7 @@ def collect(
     Raises StartupErrors for a model or a workload that cannot be used.
     """
     config = config or EngineConfig()
-    resolved = resolve_model(model, dtype=config.dtype, progress=loading)
+    resolved = resolve_model(model, dtype=config.dtype, quantization=config.quantization, progress=loading)
     engine = Engine(
         config,
         resolved.folder,
