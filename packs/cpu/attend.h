@@ -138,7 +138,7 @@ struct AttendPlan {
 
     static constexpr int64_t VECTORS = 768;        // query vectors of a tile, about
     static constexpr int64_t FEW = 64;             // query vectors, up to which chunks may be shared out
-    static constexpr int64_t MOST_PARTIALS = 4 << 20;  // floats
+    static constexpr int64_t MOST_PARTIALS = 8 << 20;  // floats
     // Query vectors, up to which keys and values are turned as they are read and not kept.
 #ifdef __AVX512F__
     static constexpr int64_t DIRECT = 12;
@@ -152,8 +152,9 @@ struct AttendPlan {
 
     // Calls visit(task, pieces) for every run of rows and key head: prefill's last rows, the longest work, first.
     template <class Visit> void each(const Cache &c, const Visit &visit) const {
-        int64_t tile = VECTORS / c.fan, wanted = 6 * threads;
-        tile = tile < 16 ? 16 : tile > 256 ? 256 : tile;
+        const int64_t wanted = 6 * threads, least = c.fan <= FEW / 16 ? 16 : c.fan < FEW ? FEW / c.fan : 1;
+        int64_t tile = VECTORS / c.fan;
+        tile = tile < least ? least : tile > 256 ? 256 : tile;
         auto tiles = [&](int64_t rows) {
             int64_t count = 0;
             for (int64_t i = 0; i < c.num_chunks; i++) {
@@ -162,7 +163,7 @@ struct AttendPlan {
             }
             return count * c.kv_heads;
         };
-        while (tile > 16 && tiles(tile) < wanted) tile /= 2;
+        while (tile > least && tiles(tile) < wanted) tile = tile / 2 > least ? tile / 2 : least;
         auto range = [&](AttendTask &task) {
             task.from = c.first_key(task.len) / CHUNK;
             task.to = (task.len + task.rows - 1 + CHUNK - 1) / CHUNK;

@@ -248,6 +248,7 @@ SPECS = {
     "a key head each": make_spec(3, 3, 32),
     "eight heads a key head": make_spec(8, 1, 128),
     "seven heads a key head": make_spec(7, 1, 96),
+    "twenty heads a key head": make_spec(20, 1, 64, window=150),
     "eighty wide": make_spec(4, 2, 80),
     "256 wide": make_spec(4, 1, 256),
     "values wider": make_spec(6, 2, 32, 160),
@@ -297,7 +298,14 @@ def pieces(length: int, size: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["three heads a key head", "all rules", "eight heads a key head", "a key head each"]
+    "name",
+    [
+        "three heads a key head",
+        "all rules",
+        "eight heads a key head",
+        "twenty heads a key head",
+        "a key head each",
+    ],
 )
 def test_a_rows_bits_depend_on_its_sequence_alone(kernel: NativeKernel, name: str) -> None:
     """Every chunking, decodes among them, alone or beside others, on any number of threads."""
