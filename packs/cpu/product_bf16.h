@@ -30,11 +30,13 @@ INLINE void put_pairs(char *row, int64_t at, const float *values, int64_t count)
 INLINE int64_t bf16_unit_bytes(int64_t in) { return padded_pairs(in) * 128; }
 
 inline void bf16_pack(const char *const *rows, int64_t in, char *unit) {
-    uint16_t *to = (uint16_t *)unit;
-    for (int64_t k = 0; k < padded_pairs(in) * 2; k += 2)
-        for (int i = 0; i < UNIT; i++, to += 2)
-            for (int j = 0; j < 2; j++)
-                if (rows[i] && k + j < in) memcpy(to + j, rows[i] + (k + j) * 2, 2);
+    constexpr int64_t SPAN = 16;  // pairs of every row at a time: what is written stays in the first-level cache
+    for (int64_t from = 0; from < in / 2; from += SPAN)
+        for (int i = 0; i < UNIT; i++)
+            for (int64_t pair = from; rows[i] && pair < from + SPAN && pair < in / 2; pair++) memcpy(unit + pair * 128 + i * 4, rows[i] + pair * 4, 4);
+    if (in % 2)
+        for (int i = 0; i < UNIT; i++)
+            if (rows[i]) memcpy(unit + in / 2 * 128 + i * 4, rows[i] + in / 2 * 4, 2);
 }
 
 #if defined(__AVX512BF16__)
@@ -58,37 +60,80 @@ template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) out[2 * r] = (vf)sum[r][0], out[2 * r + 1] = (vf)sum[r][1];
 }
-constexpr int BF16_TILE = 14;
-#else
-// Two rows' sums and one line, widened, fit sixteen registers of 8 floats.
+constexpr int BF16_TILE = 14;  // 28 of 32 registers hold sums
+#elif defined(__AVX512F__) || !defined(__AVX2__) || !defined(__FMA__)
 template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int64_t stride, vf *out) {
     vf sum[R][2] = {};
-    for (int64_t pair = 0; pair < padded_pairs(in); pair++, unit += 128, x += 4)
-        for (int v = 0; v < 2; v++) {
-            vu line = load_line(unit + v * 64);
-            __builtin_prefetch(unit + PREFETCH + v * 64, 0, 2);
-            vf low = (vf)(line << 16), high = (vf)(line & 0xffff0000u);
-            for (int r = 0; r < R; r++) {
-                uint16_t both[2];
-                memcpy(both, x + r * stride, 4);
-                sum[r][v] = fma(high, all(widen1(both[1])), fma(low, all(widen1(both[0])), sum[r][v]));
-            }
+    const char *end = unit + padded_pairs(in) * 128;
+    for (; unit != end; unit += 128, x += 4) {
+        const vu line0 = load_line(unit), line1 = load_line(unit + 64);
+        const vf low0 = (vf)(line0 << 16), high0 = (vf)(line0 & 0xffff0000u), low1 = (vf)(line1 << 16), high1 = (vf)(line1 & 0xffff0000u);
+        __builtin_prefetch(unit + PREFETCH, 0, 2), __builtin_prefetch(unit + PREFETCH + 64, 0, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            uint32_t both;
+            memcpy(&both, x + r * stride, 4);
+            const vu pair = both - vu{};
+            const vf first = (vf)(pair << 16), second = (vf)(pair & 0xffff0000u);
+            sum[r][0] = fma(high0, second, fma(low0, first, sum[r][0]));
+            sum[r][1] = fma(high1, second, fma(low1, first, sum[r][1]));
         }
+    }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) out[2 * r] = sum[r][0], out[2 * r + 1] = sum[r][1];
 }
+constexpr int BF16_TILE = 10;
+#else
+// Two rows' sums, their pair and half a line, widened, fit sixteen registers of 8 floats.
+template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int64_t stride, vf *out) {
+    __m256 sum[R][4];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = _mm256_setzero_ps();
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
+    const char *end = unit + padded_pairs(in) * 128;
+    for (; unit != end; unit += 128, x += 4) {
+        __m256 first[R], second[R];
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r++) {
+            int32_t both;
+            memcpy(&both, x + r * stride, 4);
+            const __m256i pair = _mm256_set1_epi32(both);
+            first[r] = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)), second[r] = _mm256_castsi256_ps(_mm256_and_si256(pair, upper));
+        }
+        __builtin_prefetch(unit + PREFETCH, 0, 2), __builtin_prefetch(unit + PREFETCH + 64, 0, 2);
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) {
+            const __m256i line = _mm256_loadu_si256((const __m256i *)(unit + part * 32));
+            const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(line, 16)), high = _mm256_castsi256_ps(_mm256_and_si256(line, upper));
+#pragma GCC unroll 2
+            for (int r = 0; r < R; r++) sum[r][part] = _mm256_fmadd_ps(high, second[r], _mm256_fmadd_ps(low, first[r], sum[r][part]));
+        }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) _mm256_storeu_ps((float *)(out + 2 * r) + part * 8, sum[r][part]);
+}
+#define HR_PAIRWISE
 constexpr int BF16_TILE = 8;
 #endif
 
 inline void bf16_rows(int rows, const char *unit, int64_t in, const char *x, int64_t stride, vf *out) {
+#ifdef HR_PAIRWISE
+    int r = 0;
+    for (; r + 2 <= rows; r += 2) bf16_tile<2>(unit, in, x + r * stride, stride, out + 2 * r);
+    if (r < rows) bf16_tile<1>(unit, in, x + r * stride, stride, out + 2 * r);
+#else
     switch (rows) {
 #define HR_ROWS(n) \
     case n: return bf16_tile<n>(unit, in, x, stride, out);
-        HR_ROWS(1) HR_ROWS(2) HR_ROWS(3) HR_ROWS(4) HR_ROWS(5) HR_ROWS(6) HR_ROWS(7) HR_ROWS(8)
-#if defined(__AVX512BF16__)
-        HR_ROWS(9) HR_ROWS(10) HR_ROWS(11) HR_ROWS(12) HR_ROWS(13) HR_ROWS(14)
+        HR_ROWS(1) HR_ROWS(2) HR_ROWS(3) HR_ROWS(4) HR_ROWS(5) HR_ROWS(6) HR_ROWS(7) HR_ROWS(8) HR_ROWS(9) HR_ROWS(10)
+#ifdef __AVX512BF16__
+        HR_ROWS(11) HR_ROWS(12) HR_ROWS(13) HR_ROWS(14)
 #endif
 #undef HR_ROWS
     }
+#endif
 }
 
 constexpr Product BF16_PRODUCT = {PAIRS, 1, BF16_TILE, BF16_TILE, bf16_unit_bytes, bf16_pack, bf16_rows, bf16_rows, nullptr, nullptr};
