@@ -48,11 +48,11 @@ from headrace.engine.schedule import Schedule, SchedulerConfig
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.scoring import Scorer
 from headrace.engine.sequence import Sequence
-from headrace.engine.start_kernels import Shipped, StartKernels, describe_kernels
+from headrace.engine.start_kernels import Shipped, Started, StartKernels, describe_kernels
 from headrace.engine.step_times import StepTimes
 from headrace.kernels.table import OpTable
 from headrace.kvcache.block_pool import BlockPool
-from headrace.models.load import load_model
+from headrace.models.load import LoadedModel, load_model
 
 log = logging.getLogger("headrace.engine")
 
@@ -107,19 +107,27 @@ class Engine:
         with StartKernels(
             config.pack, dtype=dtype, device=self.device, shipped=shipped or Shipped(), load=load_pack
         ) as kernels:
-            pack_formats = kernels.choose(folder)
-            loaded = load_model(
-                folder,
-                dtype=dtype,
-                device=self.device,
-                quantization=config.quantization,
-                pack_formats=pack_formats,
-                revision=revision,
-                progress=progress,
-                free_bytes=free_before,
-            )
-            self.packs = Packs(loaded.model, load_pack, wake or _nobody)
-            started_with = kernels.bind(loaded.model)
+
+            def load(pack_formats: frozenset[str]) -> tuple[LoadedModel, Started, bool] | None:
+                """None: stock operators would have to read weights in forms that are slow for them."""
+                loaded = load_model(
+                    folder,
+                    dtype=dtype,
+                    device=self.device,
+                    quantization=config.quantization,
+                    pack_formats=pack_formats,
+                    revision=revision,
+                    progress=progress,
+                    free_bytes=free_before,
+                )
+                bound = kernels.bind(loaded.model)
+                alone = bound.reads_alone(loaded.model)
+                return (loaded, bound, alone) if alone or not pack_formats else None
+
+            found = load(kernels.choose(folder)) or load(frozenset())
+            assert found is not None
+            loaded, started_with, alone = found
+        self.packs = Packs(loaded.model, load_pack, wake or _nobody)
         pack = started_with.pack_id
         self.kernels = started_with.line  # in words, as it started
         self.packs.start_with(started_with.ops, pack)
@@ -130,7 +138,7 @@ class Engine:
         )
         geometry = KVGeometry(list(model_config.kv_specs), config.block_size, dtype)
         weights_bytes = loaded.weights_bytes + loaded.model.ops.nbytes
-        if pack and pack_formats:  # the kernels' own forms are read: the files' pages may go
+        if alone:  # the kernels' own forms are read: the files' pages may go
             loaded.release()
             weights_bytes -= loaded.mapped_bytes
         free_bytes = min(free_before - weights_bytes, memory.available_bytes(self.device, share))

@@ -63,6 +63,13 @@ class Started:
     line: str
     batch_invariant: bool
 
+    def reads_alone(self, model: CausalLM) -> bool:
+        """Whether its kernels read all matrices of the model, and stock operators none."""
+        from headrace.kernels.native.coverage import computes_steps
+        from headrace.kernels.native.pack import Packable
+
+        return isinstance(model, Packable) and computes_steps(self.ops, model.weights)
+
 
 class StartKernels:
     """One engine's choice: a context manager, as what is built may lie in a temporary folder until it is

@@ -34,21 +34,23 @@ def describe_coverage(table: OpTable, weights: DecoderWeights) -> str:
     return ", ".join(words)
 
 
+def computes_steps(table: OpTable, weights: DecoderWeights) -> bool:
+    """Whether native ops compute all layers and the head of every step, so that nobody else reads their
+    weights."""
+    ops = native_ops(table)
+    layer, head = ops.get("decoder_layer"), ops.get("logits_head")
+    if layer is None or head is None or not {"decode", "prefill"} <= set(layer.entry.phases):
+        return False
+    if layer.entry.max_rows or head.entry.max_rows:
+        return False
+    return all(layer.covers(owner) for owner in weights.layers) and head.covers(weights.head)
+
+
 def is_batch_invariant(table: OpTable, weights: DecoderWeights) -> bool:
     """Whether a token's bits depend on nothing but the tokens before it: every part of every step is computed
     by kernels that promise so."""
-    ops = native_ops(table)
-    for name in _WHOLE:
-        op = ops.get(name)
-        if op is None or not (op.entry.batch_invariant and op.entry.max_rows == 0):
-            return False
-        if name == "decoder_layer" and not {"decode", "prefill"} <= set(op.entry.phases):
-            return False
-        owners = [found.owner for found in weight_sets(name, weights)]
-        if name == "rms_norm":
-            owners = [weights.final_norm]
-        if name == "decoder_layer" and len(owners) < len(weights.layers):
-            return False
-        if not all(op.covers(owner) for owner in owners):
-            return False
-    return True
+    found = native_ops(table)
+    ops = [found.get(name) for name in _WHOLE]
+    if not all(op is not None and op.entry.batch_invariant and op.entry.max_rows == 0 for op in ops):
+        return False
+    return computes_steps(table, weights) and found["rms_norm"].covers(weights.final_norm)
