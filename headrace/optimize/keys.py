@@ -18,20 +18,19 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from headrace.core.errors import StartupError
-from headrace.core.signatures import PROJECT_KEYS, Signature, check_signature, key_id, read_keys
+from headrace.core.signatures import (
+    PROJECT_KEYS,
+    TRUSTED,
+    Signature,
+    check_signature,
+    key_folder,
+    key_id,
+    read_keys,
+)
 
 __all__ = ["Keys", "Signature", "key_folder", "key_id"]
 
 PRIVATE_KEY = "judge.pem"
-TRUSTED = "trusted"
-
-
-def key_folder() -> Path:
-    """Where keys are kept; ``XDG_CONFIG_HOME`` moves it."""
-    base = os.environ.get("XDG_CONFIG_HOME") or ""
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.config")
-    return Path(base) / "headrace" / "keys"
 
 
 class Keys:

@@ -36,7 +36,9 @@ def describe_coverage(table: OpTable, weights: DecoderWeights) -> str:
 
 def computes_steps(table: OpTable, weights: DecoderWeights) -> bool:
     """Whether native ops compute all layers and the head of every step, so that nobody else reads their
-    weights."""
+    weights. A ``linear`` may also say of itself that it reads weights in the forms that those do."""
+    if getattr(table.unbound("linear"), "reads_blocks", False):
+        return True
     ops = native_ops(table)
     layer, head = ops.get("decoder_layer"), ops.get("logits_head")
     if layer is None or head is None or not {"decode", "prefill"} <= set(layer.entry.phases):

@@ -85,8 +85,10 @@ def standing_in(table: OpTable, *, rounds: bool) -> OpTable:
         y = F.linear((round_groups(x) if rounds else x).float(), weight, bias).to(x.dtype)
         return y if residual is None else y.add_(residual)
 
+    product.reads_blocks = True  # type: ignore[attr-defined]  # else the engine would load numbers for it
     return table.replace(
         source="stand-in",
+        embedding=stock.embedding_wide,  # float32 at few rows, as stock's is: what the noise floor comes from
         linear=product,
         logits_head=stock.logits_head_of(product),
         gated_linear=composite.gated_linear,

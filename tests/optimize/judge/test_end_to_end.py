@@ -20,8 +20,10 @@ from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import build
 from headrace.optimize.profile.workloads import Workload, WorkloadRequest
 from headrace.optimize.records import CallShape, Target
+from headrace.optimize.targets import whole_target
 from tests.kernels.native.conftest import SOURCES
 from tests.models.tiny import make_tiny
+from tests.optimize.judge.test_blocks import candidate as blocks_candidate
 
 OPTIONS = JudgeOptions(threads=1, compile_s=300.0, end_to_end_s=0.2)
 
@@ -95,3 +97,31 @@ def test_crash_in_the_engine(compare: Callable[[str], EndToEnd]) -> None:
     with pytest.raises(Rejected) as caught:
         compare('extern "C" int hr_run(const hr_call *) { __builtin_trap(); }\n')
     assert caught.value.reason == "crashed"
+
+
+@pytest.mark.parametrize(("levels", "agrees"), [(127, True), (3, False)])
+def test_several_kernels_on_blocks(levels: int, agrees: bool, tmp_path: Path) -> None:
+    """Held against the same blocks and rounded activations; coarser ones are another answer."""
+    model = make_tiny("llama", tmp_path / "model", hidden_size=128, intermediate_size=256)
+    config = read_config(read_json(model / "config.json"))
+    kernels = []
+    for op in ("decoder_layer", "rms_norm", "logits_head"):
+        formats = [] if op == "rms_norm" else ["q8_0"]
+        target = whole_target(op, str(model), config, formats=formats, quantization="int8")
+        folder = blocks_candidate(
+            tmp_path / op,
+            op,
+            ["q8_0", "bfloat16"],
+            flags=[f"-DLEVELS={levels}"],
+            max_rows=0,
+            activation_dtypes=["float32"],
+            batch_invariant=True,
+        )
+        scratch = tmp_path / f"{op}-built"
+        scratch.mkdir()
+        kernels.append(build(folder, target, scratch, problem=None, options=OPTIONS))
+        if op == "decoder_layer":
+            setting = Setting.of(target, workload(), None, OPTIONS)
+    assert setting.config.quantization == "int8"
+    found = compare_engines(kernels, setting, OPTIONS, formats=["q8_0"])
+    assert found.agrees is agrees, found.agreement
