@@ -24,6 +24,10 @@
 #define HR_BLOCKS_PREFETCH 8192  // bytes ahead
 #endif
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HR_BLOCKS_512 1
+#endif
+
 namespace {
 
 // ---- a row of the other operand ----
@@ -52,7 +56,7 @@ INLINE void finish_group(Group *to, float scale, int32_t first, int32_t second) 
 
 // round(x / scale), to nearest even, within ±127; a NaN or an infinity makes the scale one
 INLINE void quantize_group(const float *x, Group *to) {
-#if defined(__AVX512F__) && defined(__AVX512VL__)
+#ifdef HR_BLOCKS_512
     const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + LANES);
     const __m512i size = _mm512_set1_epi32(0x7fffffff);
     const __m512i larger = _mm512_max_epu32(_mm512_and_si512((__m512i)low, size), _mm512_and_si512((__m512i)high, size));
@@ -218,149 +222,181 @@ template <int FORMAT> void blocks_pack(const char *const *rows, int64_t in, char
 
 // ---- reading a packed group ----
 
-INLINE vf load_float16(const char *p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+// As wide as registers are: 64 bytes for the compiler to split would pass through memory.
+#ifdef HR_BLOCKS_512
+constexpr int WIDE = 16;
+#else
+constexpr int WIDE = 8;
+#endif
+constexpr int VECTORS = UNIT / WIDE;
+typedef float wf __attribute__((vector_size(4 * WIDE)));
+typedef int32_t wi __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t wu __attribute__((vector_size(4 * WIDE)));
+
+INLINE wf load_float16(const char *p) {
+#ifdef HR_BLOCKS_512
+    return (wf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__F16C__)
-    __m256 part[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
-    vf v;
-    memcpy(&v, part, sizeof v);
-    return v;
+    return (wf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
-    vh h;
-    memcpy(&h, p, sizeof h);
-    const vu u = __builtin_convertvector(h, vu), sign = (u & 0x8000) << 16, rest = u & 0x7fff;
-    const vu normal = (rest << 13) + (rest >= 0x7c00 ? (255 - 31) << 23 : (127 - 15) << 23) - vu{};
-    const vu small = (vu)(__builtin_convertvector(rest, vf) * 5.9604644775390625e-8f);
-    return (vf)(sign | (rest < 0x400 ? small : normal));
+    wf out;
+    for (int i = 0; i < WIDE; i++) {
+        uint16_t h;
+        memcpy(&h, p + 2 * i, 2);
+        const uint32_t rest = h & 0x7fff;
+        uint32_t bits = rest << 13;
+        bits += rest >= 0x7c00 ? (255 - 31) << 23 : (127 - 15) << 23;
+        float small = (float)rest * 0x1p-24f, size;
+        memcpy(&size, &bits, 4);
+        size = rest < 0x400 ? small : size;
+        out[i] = h & 0x8000 ? -size : size;
+    }
+    return out;
 #endif
 }
-template <class Byte> INLINE vf load_bytes(const char *p) {
-#if defined(__AVX512F__)
+template <class Byte> INLINE wf load_bytes(const char *p) {
+#ifdef HR_BLOCKS_512
     const __m128i bytes = _mm_loadu_si128((const __m128i *)p);
-    return (vf)_mm512_cvtepi32_ps((Byte)-1 < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+    return (wf)_mm512_cvtepi32_ps((Byte)-1 < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+    return (wf)_mm256_cvtepi32_ps((Byte)-1 < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-    typedef Byte bytes16 __attribute__((vector_size(16)));
-    bytes16 bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(bytes, vf);
+    wf out;
+    for (int i = 0; i < WIDE; i++) out[i] = (float)((const Byte *)p)[i];
+    return out;
 #endif
 }
 
-// Unsigned bytes of one group of 16 outputs: w[i] is k = 4 i … 4 i + 3.
-template <int FORMAT> INLINE void unpack(const char *lines, vu *w) {
+// Where vector ``v`` of a unit's outputs starts in a pair of lines.
+constexpr int64_t line_start(int v) { return v * WIDE / 16 * 64 + v * WIDE % 16 * 4; }
+
+// Unsigned bytes of a vector of outputs of one group: w[i] is k = 4 i … 4 i + 3. Each line is loaded once.
+template <int FORMAT> INLINE void unpack(const char *lines, wu *w) {
     constexpr int LINES = Format<FORMAT>::LINES;
-    if constexpr (LINES == 8) {
+    wu line[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) w[i] = load_line(lines + i * 128);
-        return;
+    for (int i = 0; i < LINES; i++) {
+        memcpy(&line[i], lines + i * 128, sizeof line[i]);
+#ifdef HR_BLOCKS_512
+        if (LINES < 8) asm volatile("" : "+v"(line[i]));
+#endif
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const vu line = load_line(lines + i * 128);
-        w[i] = line & 0x0f0f0f0f, w[i + 4] = line >> 4 & 0x0f0f0f0f;
-    }
-    if constexpr (LINES == 5) {
-        const vu high = load_line(lines + 4 * 128);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) w[i] |= (i < 4 ? high << (i < 4 ? 4 - i : 0) : high >> (i < 4 ? 0 : i - 4)) & 0x10101010;
-    }
-    if constexpr (LINES == 6) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            const vu high = load_line(lines + (4 + i / 4) * 128);
-            w[i] |= (i % 4 < 3 ? high << (i % 4 < 3 ? 4 - i % 4 * 2 : 0) : high >> 2) & 0x30303030;
-        }
+    for (int i = 0; i < 8; i++) {
+        if constexpr (LINES == 8) w[i] = line[i];
+        else w[i] = (i < 4 ? line[i] : line[i - 4] >> 4) & 0x0f0f0f0f;
+        if constexpr (LINES == 5) w[i] |= (i < 4 ? line[4] << (i < 4 ? 4 - i : 0) : line[4] >> (i < 4 ? 0 : i - 4)) & 0x10101010;
+        if constexpr (LINES == 6) w[i] |= (i % 4 < 3 ? line[4 + i / 4] << (i % 4 < 3 ? 4 - i % 4 * 2 : 0) : line[4 + i / 4] >> 2) & 0x30303030;
     }
 }
 
-// Scale (Q6_K: of both halves) and minimum of group ``g`` of a block, of outputs 16 * v …; exact in float32.
-template <int FORMAT> INLINE void read_scales(const char *block, int g, int v, vf *scale, vf &min) {
+// Scale (Q6_K: of both halves) and minimum of group ``g`` of a block, for vector ``v``; exact in float32.
+template <int FORMAT> INLINE void read_scales(const char *block, int g, int v, wf *scale, wf &min) {
     using F = Format<FORMAT>;
-    scale[0] = load_float16(block + 32 * v);
-    if (F::MINIMA) min = load_float16(block + 64 + 32 * v);
+    const int at = v * WIDE;
+    scale[0] = load_float16(block + 2 * at);
+    if (F::MINIMA) min = load_float16(block + 64 + 2 * at);
     if constexpr (FORMAT == HR_Q6_K) {
-        scale[1] = scale[0] * load_bytes<int8_t>(block + 64 + (2 * g + 1) * 32 + 16 * v);
-        scale[0] = scale[0] * load_bytes<int8_t>(block + 64 + 2 * g * 32 + 16 * v);
+        scale[1] = scale[0] * load_bytes<int8_t>(block + 64 + (2 * g + 1) * 32 + at);
+        scale[0] = scale[0] * load_bytes<int8_t>(block + 64 + 2 * g * 32 + at);
     }
     if constexpr (FORMAT == HR_Q4_K || FORMAT == HR_Q5_K) {
-        scale[0] = scale[0] * load_bytes<uint8_t>(block + 128 + g * 32 + 16 * v);
-        min = min * load_bytes<uint8_t>(block + 384 + g * 32 + 16 * v);
+        scale[0] = scale[0] * load_bytes<uint8_t>(block + 128 + g * 32 + at);
+        min = min * load_bytes<uint8_t>(block + 384 + g * 32 + at);
     }
 }
 
 // ---- the arithmetic ----
 
-INLINE vi broadcast_int(const char *p) {
-    int32_t n;
-    memcpy(&n, p, 4);
-    return n - vi{};
+template <class T> INLINE T value_at(const char *p) {
+    T value;
+    memcpy(&value, p, sizeof value);
+    return value;
 }
-INLINE vf broadcast_float(const char *p) {
-    float x;
-    memcpy(&x, p, 4);
-    return all(x);
-}
-INLINE vf to_float(vi v) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtepi32_ps((__m512i)v);
+INLINE wf fused(wf a, wf b, wf c) {
+#ifdef HR_BLOCKS_512
+    return (wf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (wf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    return __builtin_convertvector(v, vf);
+    return a * b + c;
 #endif
 }
 
-// sum + w · a: four unsigned times four signed bytes in each lane. BIG: w may exceed 127.
-template <bool BIG> INLINE vi dot_bytes(vi sum, vu w, const char *a) {
-#if defined(__AVX512VNNI__)
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int32_t *)a));
-    return sum;
-#elif defined(__AVX2__)
-    int32_t four;
-    memcpy(&four, a, 4);
-    const __m256i signs = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
-    __m256i part[2], to[2];
-    memcpy(part, &w, 64), memcpy(to, &sum, 64);
-    for (int i = 0; i < 2; i++) {
-#if defined(__AVXVNNI__)
-        to[i] = _mm256_dpbusd_avx_epi32(to[i], part[i], signs);
-#else
-        __m256i pairs;
-        if (BIG) {  // sums of two 255 * 127 do not fit 16 bits: even and odd bytes apart
-            const __m256i even = _mm256_and_si256(part[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(part[i], 8);
-            to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(even, _mm256_srai_epi16(_mm256_slli_epi16(signs, 8), 8)));
-            to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(odd, _mm256_srai_epi16(signs, 8)));
-            continue;
+// sum + w · a: COUNT times four unsigned and four signed bytes in each lane, the unsigned at most MOST
+template <int MOST, int COUNT> INLINE wi dot_bytes(wi sum, const wu *w, const char *a) {
+#if defined(HR_BLOCKS_512) && defined(__AVX512VNNI__)
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i++) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w[i]), "m"(*(const int32_t *)(a + 4 * i)));
+#elif defined(HR_BLOCKS_512)
+    const __m512i low = _mm512_set1_epi16(255), ones = _mm512_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i++) {
+        const __m512i four = _mm512_set1_epi32(value_at<int32_t>(a + 4 * i)), u = (__m512i)w[i];
+        if (MOST < 128) {
+            sum += (wi)_mm512_madd_epi16(_mm512_maddubs_epi16(u, four), ones);
+        } else {  // two of 255 * 127 do not fit 16 bits: even and odd bytes apart
+            sum += (wi)_mm512_madd_epi16(_mm512_and_si512(u, low), _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8));
+            sum += (wi)_mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(four, 8));
         }
-        pairs = _mm256_maddubs_epi16(part[i], signs);
-        to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(pairs, ones));
-#endif
     }
-    memcpy(&sum, to, 64);
-    return sum;
+#elif defined(__AVX2__)
+    constexpr int TOGETHER = MOST < 16 ? 8 : MOST < 32 ? 4 : MOST < 64 ? 2 : 1;  // fit 16 bits
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i += TOGETHER) {
+        __m256i pairs = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int j = i; j < i + TOGETHER && j < COUNT; j++) {
+            const __m256i four = _mm256_set1_epi32(value_at<int32_t>(a + 4 * j));
+            __m256i products;
+            if (MOST < 128) {
+                products = _mm256_maddubs_epi16((__m256i)w[j], four);
+            } else {  // as (u - 128) · a + 128 Σ a: a number of up to 128 times one of 127 leaves room
+                const __m256i centred = _mm256_xor_si256((__m256i)w[j], _mm256_set1_epi8(-128));
+                products = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(four, centred));
+            }
+            pairs = j == i ? products : _mm256_add_epi16(pairs, products);
+        }
+        sum += (wi)_mm256_madd_epi16(pairs, ones);
+    }
 #else
-    for (int lane = 0; lane < LANES; lane++)
-        for (int j = 0; j < 4; j++) sum[lane] += (int32_t)(w[lane] >> (8 * j) & 255) * (int8_t)a[j];
-    return sum;
+    for (int lane = 0; lane < WIDE; lane++)
+        for (int j = 0; j < 4 * COUNT; j++) sum[lane] += (int32_t)(w[j / 4][lane] >> (8 * (j % 4)) & 255) * (int8_t)a[j];
 #endif
+    return sum;
 }
+// whether dot_bytes takes 128 off values that may exceed 127
+#if defined(__AVX2__) && !defined(HR_BLOCKS_512)
+constexpr bool CENTRED = true;
+#else
+constexpr bool CENTRED = false;
+#endif
 
-// One group of 16 outputs times one row's.
-template <int FORMAT> INLINE vf add_group(vf acc, const vu *w, const vf *scale, vf min, const char *group) {
+// One group of a vector of outputs times one row's.
+template <int FORMAT> INLINE wf add_group(wf acc, const wu *w, const wf *scale, wf min, const char *group) {
     using F = Format<FORMAT>;
-    const vf row_scale = broadcast_float(group + offsetof(Group, scale));
+    constexpr int OFFSET = F::OFFSET == 128 && CENTRED ? 0 : F::OFFSET, MOST = F::LINES == 8 ? 255 : F::LINES == 6 ? 63 : F::LINES == 5 ? 31 : 15;
+    const wf row_scale = value_at<float>(group + offsetof(Group, scale)) - wf{};
 #pragma GCC unroll 2
     for (int h = 0; h < F::HALVES; h++) {
-        vi dot = broadcast_int(group + START<F::OFFSET> + 4 * h);
-#pragma GCC unroll 8
-        for (int i = h * 4; i < h * 4 + 8 / F::HALVES; i++) dot = dot_bytes<F::OFFSET == 128>(dot, w[i], group + i * 4);
-        acc = fma(to_float(dot), scale[h] * row_scale, acc);
+        wi dot = value_at<int32_t>(group + START<OFFSET> + 4 * h) - wi{};
+        dot = dot_bytes<MOST, 8 / F::HALVES>(dot, w + h * 4, group + h * 16);
+        acc = fused(__builtin_convertvector(dot, wf), scale[h] * row_scale, acc);
     }
-    if (F::MINIMA) acc = fma(min, broadcast_float(group + offsetof(Group, sum)), acc);
+    if (F::MINIMA) acc = fused(min, value_at<float>(group + offsetof(Group, sum)) - wf{}, acc);
     return acc;
 }
 
-// A line that is wanted soon, to the second-level cache: the first has no room for as long as many rows take.
-template <int FORMAT, int R> INLINE void fetch(const char *line) { __builtin_prefetch(line + HR_BLOCKS_PREFETCH, 0, 2); }
+// A line that is read soon. A step of few rows of simple blocks reads at a pace that the processor's own prefetching
+// keeps, and better alone; the more rows, the longer what was fetched must stay: in the second-level cache.
+template <int FORMAT, int R> INLINE void fetch(const char *line) {
+    using F = Format<FORMAT>;
+    if (F::GROUPS == 1 && R <= F::LINES / 4) return;
+    __builtin_prefetch(line + HR_BLOCKS_PREFETCH, 0, R == 1 ? 3 : 2);
+    if (R > 1 && R <= 8) __builtin_prefetch(line + HR_BLOCKS_PREFETCH / 8, 0, 3);
+}
 
 // The compiler would keep an address of each row and value, far more than there are registers.
 INLINE const char *next_row(const char *row, int64_t stride) {
@@ -369,32 +405,33 @@ INLINE const char *next_row(const char *row, int64_t stride) {
     return row;
 }
 
-// R rows times V vectors of 16 outputs of a packed unit, the first of them ``v0``. Every step of a row fetches its
-// share of the lines ahead: in one burst they would hold up the loads behind them.
+// R rows times V vectors of outputs of a packed unit, the first of them ``v0``. Every step of a row fetches its
+// share of what is read soon: in one burst it would hold up the loads behind it.
 template <int FORMAT, int R, int V> __attribute__((noinline)) void blocks_tile(const char *block, int64_t in, const char *x, int64_t stride, vf *out, int v0) {
     using F = Format<FORMAT>;
-    vf acc[R][V];
+    wf acc[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < V; v++) acc[r][v] = vf{};
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[r][v] = wf{};
+    constexpr int SHARE = F::BLOCK / F::GROUPS, FETCHES = (SHARE + 63) / 64;
+    const char *soon = block;
     for (const char *end = block + blocks_unit_bytes<FORMAT>(in); block != end; block += F::BLOCK) {
-        const char *lines = block + F::HEADER + v0 * 64;
-        for (int64_t i = 0; i < F::HEADER; i += 64) fetch<FORMAT, R>(block + i);
+        const char *lines = block + F::HEADER;
 #pragma GCC unroll 1
-        for (int g = 0; g < F::GROUPS; g++, lines += F::LINES * 128, x += sizeof(Group)) {
-#pragma GCC unroll 2
+        for (int g = 0; g < F::GROUPS; g++, lines += F::LINES * 128, x += sizeof(Group), soon += SHARE) {
+#pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
-                vu w[8];
-                vf scale[2], min = {};
-                unpack<FORMAT>(lines + v * 64, w);
+                wu w[8];
+                wf scale[2], min = {};
+                unpack<FORMAT>(lines + line_start(v0 + v), w);
                 read_scales<FORMAT>(block, g, v0 + v, scale, min);
                 const char *row = x;
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++, row = next_row(row, stride)) {
                     const int step = v * R + r;
 #pragma GCC unroll 16
-                    for (int i = step * 2 * F::LINES / (R * V); i < (step + 1) * 2 * F::LINES / (R * V); i++) fetch<FORMAT, R>(lines + i * 64);
+                    for (int i = step * FETCHES / (R * V); i < (step + 1) * FETCHES / (R * V); i++) fetch<FORMAT, R>(soon + i * 64);
                     acc[r][v] = add_group<FORMAT>(acc[r][v], w, scale, min, row);
                 }
                 if (R > 2) asm volatile("" ::: "memory");  // or the next vector's loads come early and push sums out of registers
@@ -403,16 +440,16 @@ template <int FORMAT, int R, int V> __attribute__((noinline)) void blocks_tile(c
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < V; v++) out[2 * r + v0 + v] = acc[r][v];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) memcpy((float *)(out + 2 * r) + (v0 + v) * WIDE, &acc[r][v], sizeof(wf));
 }
 
 template <int FORMAT> void blocks_rows(int rows, const char *unit, int64_t in, const char *x, int64_t stride, vf *out) {
     switch (rows) {
 #define HR_ROWS(n) \
-    case n: return blocks_tile<FORMAT, n, 2>(unit, in, x, stride, out, 0);
+    case n: return blocks_tile<FORMAT, n, VECTORS>(unit, in, x, stride, out, 0);
         HR_ROWS(1) HR_ROWS(2) HR_ROWS(3) HR_ROWS(4)
-#ifdef __AVX512F__
+#ifdef HR_BLOCKS_512
         HR_ROWS(5) HR_ROWS(6) HR_ROWS(7) HR_ROWS(8)
 #undef HR_ROWS
 #define HR_ROWS(n) \
@@ -422,7 +459,7 @@ template <int FORMAT> void blocks_rows(int rows, const char *unit, int64_t in, c
 #undef HR_ROWS
     }
 }
-#ifdef __AVX512F__
+#ifdef HR_BLOCKS_512
 constexpr int BLOCKS_TILE = 16;
 #else
 constexpr int BLOCKS_TILE = 4;

@@ -9,14 +9,14 @@ template <int FORMAT> static void unpack_weight(const Packed &p, const char *pac
     for (int64_t unit = 0; unit < m.units; unit++) {
         const char *block = m.address(packed, unit, p.parts);
         for (int64_t first = 0; first < m.in; first += 32 * F::GROUPS, block += F::BLOCK)
-            for (int i = 0; i < 2 * F::GROUPS; i++) {
-                const int g = i / 2, v = i % 2;
-                vu w[8];
-                vf scale[2], min = {};
-                unpack<FORMAT>(block + F::HEADER + g * F::LINES * 128 + v * 64, w);
+            for (int i = 0; i < VECTORS * F::GROUPS; i++) {
+                const int g = i / VECTORS, v = i % VECTORS;
+                wu w[8];
+                wf scale[2], min = {};
+                unpack<FORMAT>(block + F::HEADER + g * F::LINES * 128 + line_start(v), w);
                 read_scales<FORMAT>(block, g, v, scale, min);
-                for (int64_t lane = 0; lane < LANES; lane++) {
-                    const int64_t output = unit * UNIT + v * LANES + lane, k = first + 32 * g;
+                for (int64_t lane = 0; lane < WIDE; lane++) {
+                    const int64_t output = unit * UNIT + v * WIDE + lane, k = first + 32 * g;
                     if (output >= m.out) continue;
                     for (int quad = 0; quad < 8; quad++) memcpy(values + output * m.in + k + 4 * quad, (char *)&w[quad] + 4 * lane, 4);
                     for (int h = 0; h < 2; h++) {

@@ -99,20 +99,18 @@ Scales = Callable[[np.random.Generator, int], NDArray[np.float16]]
 
 
 def _ordinary(random: np.random.Generator, count: int) -> NDArray[np.float16]:
-    return (random.uniform(0.5, 2, count) * random.choice([-1, 1], count) / 256).astype(np.float16)
+    numbers = random.uniform(0.5, 2, count) * random.choice([-1, 1], count) / 256
+    halves: NDArray[np.float16] = numbers.astype(np.float16)
+    return halves
 
 
 def _extreme(random: np.random.Generator, count: int) -> NDArray[np.float16]:
     """Zeros of both signs, the least, subnormal and greatest numbers of float16, and any others."""
     some = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF], np.uint16)
-    anything = random.integers(0, 0x7C00, count).astype(np.uint16) | random.choice([0, 0x8000], count).astype(
-        np.uint16
-    )
-    return (
-        np.where(random.random(count) < 0.7, random.choice(some, count), anything)
-        .astype(np.uint16)
-        .view(np.float16)
-    )
+    anything = random.integers(0, 0x7C00, count) | random.choice([0, 0x8000], count)
+    bits = np.where(random.random(count) < 0.7, random.choice(some, count), anything)
+    numbers: NDArray[np.float16] = bits.astype(np.uint16).view(np.float16)
+    return numbers
 
 
 def _blocks(name: str, rows: int, width: int, *, seed: int = 0, scales: Scales = _ordinary) -> torch.Tensor:
