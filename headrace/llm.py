@@ -18,6 +18,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -25,7 +26,9 @@ import msgspec
 from headrace.core.errors import InvalidRequestError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.messages import FinishReason, Output, TokenLogprobs
+from headrace.core.packs import explicit_pack
 from headrace.core.request import Request, SamplingParams
+from headrace.core.signatures import check_signed
 from headrace.engine.engine import Engine
 from headrace.models.cache import Progress
 from headrace.models.resolve import resolve_model
@@ -88,9 +91,12 @@ class LLM:
         (``dtype``, ``max_model_len``, ``max_num_seqs``, …); ``chat_template`` is a template's text;
         ``progress`` is told (what, done, total) while it loads.
 
-        Raises UsageError for a knob that does not exist or is out of range, and other StartupErrors.
+        Raises UsageError for a knob that does not exist or is out of range, PackError for a ``pack`` that no
+        trusted key signed, and other StartupErrors.
         """
         self.config = _engine_config(knobs)
+        if pack := explicit_pack(self.config.pack):
+            check_signed(Path(pack))
         resolved = resolve_model(
             model, dtype=self.config.dtype, quantization=self.config.quantization, progress=progress
         )

@@ -15,6 +15,7 @@ from headrace.core.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    PackError,
     UsageError,
 )
 from headrace.core.messages import Failed
@@ -204,3 +205,12 @@ def test_a_disk_tier_outlives_its_llm(folder: Path, tmp_path: Path) -> None:
         [found] = second.generate(prompt, GREEDY)
     assert found.outputs[0].token_ids == written.outputs[0].token_ids
     assert written.num_cached_tokens == 0 and found.num_cached_tokens > len(found.prompt_token_ids) - 8
+
+
+def test_a_pack_that_no_trusted_key_signed_is_not_run(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PackError, match="is no signed pack"):
+        LLM(str(folder), pack=str(tmp_path))
+    (tmp_path / "pack.json").write_text("{}")
+    (tmp_path / "signature.json").write_text('{"key": "0123456789abcdef", "signature": "00"}')
+    with pytest.raises(PackError, match="key 0123456789abcdef, is not trusted here"):
+        LLM(str(folder), pack=str(tmp_path))

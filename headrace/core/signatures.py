@@ -7,19 +7,22 @@ bytes, 16 hexadecimal digits.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.core.errors import StartupError
+from headrace.core.errors import PackError, StartupError
 
 if TYPE_CHECKING:  # the library takes a while to import, and few need it
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 PROJECT_KEYS = Path(__file__).parent / "trusted"
 """The public keys of those who sign the packs that ship with Headrace."""
+
+TRUSTED = "trusted"
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,31 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     signature: str
     algorithm: str = "ed25519"
+
+
+def key_folder() -> Path:
+    """Where this user's keys are kept; ``XDG_CONFIG_HOME`` moves it."""
+    base = os.environ.get("XDG_CONFIG_HOME") or ""
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.config")
+    return Path(base) / "headrace" / "keys"
+
+
+def check_signed(folder: Path) -> None:
+    """Raises PackError unless the project's key, or one that this user trusts, signed the pack's manifest.
+    The files are checked against the manifest by whoever builds them."""
+    own = key_folder() / TRUSTED
+    try:
+        body = (folder / "pack.json").read_bytes()
+        signature = msgspec.json.decode((folder / "signature.json").read_bytes(), type=Signature)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PackError(
+            f"{folder} is no signed pack: {error}", hint="`headrace packs list` shows those that are"
+        ) from error
+    where = f"the *.pub files in {own}, and the project's own"
+    reason = check_signature(body, signature, read_keys(PROJECT_KEYS) | read_keys(own), where)
+    if reason is not None:
+        raise PackError(f"pack {folder.name}: {reason}")
 
 
 def read_keys(folder: Path) -> dict[str, Ed25519PublicKey]:
