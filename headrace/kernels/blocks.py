@@ -108,10 +108,13 @@ def dense_rows(blocks: Tensor, format: str, dtype: torch.dtype = torch.float32) 
     elements, block_bytes = BLOCK_SIZES[TYPES[format]]
     out = torch.empty(rows, width // block_bytes * elements, dtype=dtype)
 
+    inference = torch.is_inference_mode_enabled()  # a thread's own, and so is what may be written
+
     def fill(start: int) -> None:
-        piece = blocks[start : start + step].contiguous()
-        values = torch.from_numpy(dequantize(piece.numpy(), TYPES[format]))
-        out[start : start + step] = values.view(piece.shape[0], -1)
+        with torch.inference_mode(inference):
+            piece = blocks[start : start + step].contiguous()
+            values = torch.from_numpy(dequantize(piece.numpy(), TYPES[format]))
+            out[start : start + step] = values.view(piece.shape[0], -1)
 
     step = max(_PIECE_ELEMENTS // max(out.shape[1], 1), 1)
     starts = range(0, rows, step)
