@@ -43,7 +43,10 @@ MAX_LEN = 96
 _LONG = [(37 * i + 11) % 300 + 2 for i in range(60)]
 # shorter and longer than blocks, chunks and sliding windows; two share a prefix
 PROMPTS = [[7], [3, 9, 4, 250, 8, 8], _LONG[:13], _LONG, [*_LONG[:33], 5, 6, 7]]
-FAMILIES = {"rowwise": ("llama", "gemma2"), "cpu": ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2")}
+FAMILIES = {
+    "rowwise": ("llama", "gemma2"),
+    "cpu": ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
+}
 KINDS = [(kind, family) for kind, families in FAMILIES.items() for family in families]
 Bits = list[tuple[int, int]]
 

@@ -46,10 +46,10 @@ def home() -> Iterator[Home]:
 
 @pytest.fixture(scope="module")
 def environment(home: Home) -> dict[str, str]:
+    """The cache is the user's: kernels are built once for all tests."""
     return {
         **home.environment,
         "XDG_CONFIG_HOME": str(home.path / "config"),
-        "XDG_CACHE_HOME": str(home.path / "cache"),
         "XDG_DATA_HOME": str(home.path / "data"),
     }
 
