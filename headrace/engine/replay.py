@@ -48,20 +48,25 @@ def check_origin(engine: Engine, record: AnswerRecord) -> list[str]:
     the kernels are not those of the record."""
     origin = record.origins[0]
     here = engine.origin
-    for name, what in (("revision", "revision"), ("dtype", "dtype"), ("form", "form of weights")):
+    for name, what in (
+        ("revision", "revision"),
+        ("pack", "pack"),
+        ("dtype", "dtype"),
+        ("form", "form of weights"),  # which follows from the others
+    ):
         then, now = getattr(origin, name), getattr(here, name)
+        if then != now and name == "pack":
+            raise RecordError(
+                f"the record was made with {_pack(then)}, here runs {_pack(now)}",
+                hint="name the folder of that pack: --pack",
+                code=OTHER_PACK,
+            )
         if then != now:
             raise RecordError(
                 f"the record is of a model with {what} {then or 'plain'!r}, this one's is {now or 'plain'!r}",
                 hint="replay it with the model that was served: --model",
                 code=OTHER_MODEL,
             )
-    if origin.pack != here.pack:
-        raise RecordError(
-            f"the record was made with {_pack(origin.pack)}, here runs {_pack(here.pack)}",
-            hint="name the folder of that pack: --pack",
-            code=OTHER_PACK,
-        )
     notes = [
         f"{what} was {getattr(origin, name)!r}, is {getattr(here, name)!r}"
         for name, what in (("hardware", "hardware"), ("version", "headrace's version"), ("torch", "torch's"))

@@ -2,7 +2,7 @@
 however the work is cut up, who else is served, and where.
 
 ``rowwise`` are kernels in Python that compute each row by itself: what is left then is the engine. ``cpu``
-are those that ship.
+are those that ship, ``int8`` the same on weights in blocks of 8 bits.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ PROMPTS = [[7], [3, 9, 4, 250, 8, 8], _LONG[:13], _LONG, [*_LONG[:33], 5, 6, 7]]
 FAMILIES = {
     "rowwise": ("llama", "gemma2"),
     "cpu": ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
+    "int8": ("llama", "gemma3"),
 }
 KINDS = [(kind, family) for kind, families in FAMILIES.items() for family in families]
 Bits = list[tuple[int, int]]
@@ -59,7 +60,7 @@ class Bench:
         self.model = model
         self.pack = folder / "pack"
         self.twin = folder / "twin"  # the same kernels under another id
-        if kind == "cpu":
+        if kind != "rowwise":
             for path in (self.pack, self.twin):
                 cpu_pack.write_pack(path)
             manifest = msgspec.json.decode((self.twin / "pack.json").read_bytes())
@@ -77,6 +78,7 @@ class Bench:
             "device": "cpu",
             "threads": 1,
             "pack": str(self.pack),
+            "quantization": "int8" if self.kind == "int8" else "auto",
             "max_model_len": MAX_LEN,
             "max_num_seqs": 64,
             "max_num_batched_tokens": 128,
@@ -121,7 +123,7 @@ def bench(
     request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Bench:
     kind, family = request.param
-    if kind == "cpu":
+    if kind != "rowwise":
         if len(cpu_pack.OPS) < 3:
             pytest.skip("packs/cpu is not whole")
         try:
@@ -130,7 +132,7 @@ def bench(
             pytest.skip(str(error))
     model = tiny(family, dtype=torch.bfloat16)
     made = Bench(kind, model, tmp_path_factory.mktemp(f"{kind}-{family}"))
-    if kind == "cpu":
+    if kind != "rowwise":
         assert made.engine().origin.batch_invariant
     return made
 
@@ -139,7 +141,11 @@ every_bench = pytest.mark.parametrize(
     "bench", KINDS, indirect=True, ids=[f"{kind}-{family}" for kind, family in KINDS], scope="module"
 )
 one_of_each = pytest.mark.parametrize(
-    "bench", [KINDS[0], ("cpu", "llama")], indirect=True, ids=["rowwise", "cpu"], scope="module"
+    "bench",
+    [(kind, "llama") for kind in FAMILIES],
+    indirect=True,
+    ids=list(FAMILIES),
+    scope="module",
 )
 
 
