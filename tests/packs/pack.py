@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.core.packs import KernelEntry, PackConditions, PackManifest
 from headrace.kernels.native.pack import load_pack
 from headrace.kernels.table import OpTable
+from headrace.kernels.weights import PackedLinear
 from headrace.models.decoder import Decoder
 from headrace.models.load import load_model
 from tests.kernels.native.layers import in_float64, wide_linear, wide_norm
@@ -84,12 +85,12 @@ def load_packed(model: Path, pack: Path, built: Path, quantization: str = "none"
         pack_formats=frozenset() if quantization == "none" else frozenset(FORMATS),
     ).model
     assert isinstance(decoder, Decoder)
-    base = decoder.ops.replace(decoder_layer=_refuse, embedding=float_embedding)
+    base = decoder.ops.replace(decoder_layer=_refuse)
     table = load_pack(pack, base, decoder, build_folder=built)
     wide = Decoder(
         decoder.config,
         OpTable.reference(),
-        embedding=decoder._embedding.double(),
+        embedding=_dense(decoder._embedding).double(),
         layers=[in_float64(layer) for layer in decoder.weights.layers],
         final_norm=wide_norm(decoder.weights.final_norm),
         head=wide_linear(decoder.weights.head),
@@ -104,8 +105,8 @@ def load_tiny(
     return load_packed(made, pack, built, quantization)
 
 
-def float_embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(token_ids, weight).float()
+def _dense(weight: Tensor | PackedLinear) -> Tensor:
+    return weight.dense() if isinstance(weight, PackedLinear) else weight
 
 
 def _refuse(*_: Any) -> Tensor:

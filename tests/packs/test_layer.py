@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,12 +31,6 @@ ODD = {"hidden_size": 72, "intermediate_size": 104, "num_attention_heads": 6, "n
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pack(tmp_path_factory.mktemp("packs") / "cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -118,6 +111,7 @@ class LayerStep:
         x = torch.randn(batch.num_tokens, decoder.config.hidden_size, generator=seeded(1))
         return cls(batch, sum(counts) + 1, x.bfloat16().float())
 
+    @torch.inference_mode()
     def layer(
         self, decoder: Decoder, index: int, dtype: torch.dtype, table: object = None
     ) -> tuple[Tensor, LayerKV]:
@@ -178,6 +172,7 @@ class Runner:
             cache.keys.fill_(1e3)
             cache.values.fill_(1e3)
 
+    @torch.inference_mode()
     def step(self, parts: list[tuple[Sequence, int]]) -> None:
         parts = sorted(parts, key=lambda part: part[1] != 1)
         entries, token_ids = [], []
