@@ -176,3 +176,12 @@ def test_a_float32_residual_stream_runs_on_weights_of_any_form(quantization: str
             out = ops.linear(x, packed, residual)
             assert out.dtype is torch.float32
             assert (out.double() - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+def test_many_rows_become_numbers_in_inference_mode() -> None:
+    """Several threads write then, and each has a mode of its own."""
+    weight = torch.randn(6000, 576)
+    buffer = join_blocks([("q8_0", quantize_blocks(weight))], 576)
+    with torch.inference_mode():
+        dense = dense_blocks(buffer, 576)
+    assert torch.equal(dense, dense_blocks(buffer, 576))

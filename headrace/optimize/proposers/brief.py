@@ -73,7 +73,7 @@ def default_entry(target: Target, source: str = SOURCE) -> KernelEntry:
         phases=[target.phase],
         max_rows=target.max_rows,
         activation_dtypes=target.activation_dtypes,
-        weight_formats=[target.weight_dtype],
+        weight_formats=target.formats,
     )
 
 
@@ -127,7 +127,7 @@ def facts(target: Target, text: OpText) -> str:
         (
             f"Op `{target.op}` of {target.model or target.module}. {target.why}.",
             "",
-            f"One call takes {1e6 * target.baseline_s:.0f} µs now. Weights are {target.weight_dtype}, "
+            f"One call takes {1e6 * target.baseline_s:.0f} µs now. Weights are {' and '.join(target.formats)}, "
             f"activations {' or '.join(target.activation_dtypes)}; a kernel must cover every call of "
             f"up to {target.max_rows} rows in {target.phase}.",
             "",

@@ -95,12 +95,7 @@ class Search:
 
 def covers(target: Target) -> bool:
     """Whether a template computes this target: decode rows of a model whose weights are bfloat16."""
-    if (
-        target.module
-        or target.op not in SPACES
-        or target.phase != "decode"
-        or target.weight_dtype != "bfloat16"
-    ):
+    if target.module or target.op not in SPACES or target.phase != "decode" or target.formats != ["bfloat16"]:
         return False
     heads, kv_heads = target.dims.get("num_heads", 1), target.dims.get("num_kv_heads", 1)
     return kv_heads > 0 and heads % kv_heads == 0
