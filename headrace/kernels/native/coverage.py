@@ -18,10 +18,10 @@ def native_ops(table: OpTable) -> dict[str, NativeOp]:
 
 
 def describe_coverage(table: OpTable, weights: DecoderWeights) -> str:
-    """The native ops, and how much of the weights those cover that do not cover all, and why:
+    """The native ops, the largest first; of those that do not cover all weights, how much and why:
     ``decoder_layer (28 of 30: it does not read q5_0), logits_head``."""
     words = []
-    for name, op in native_ops(table).items():
+    for name, op in reversed(native_ops(table).items()):
         sets = weight_sets(name, weights)
         left = [found for found in sets if not op.covers(found.owner)]
         if not left:
