@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,10 +90,11 @@ def buffer_formats(buffer: Tensor) -> list[str]:
 
 def _table(buffer: Tensor) -> list[list[int]]:
     """(format, rows, offset) of each part, unchecked; none where there is no such table."""
-    count = int(buffer[:8].view(torch.int64)) if buffer.shape[0] >= 8 else 0
-    if not 0 < count <= (buffer.shape[0] - 8) // 24:
+    content = buffer.numpy()
+    count = int(content[:8].view(np.int64)[0]) if len(content) >= 8 else 0
+    if not 0 < count <= (len(content) - 8) // 24:
         return []
-    found: list[list[int]] = buffer[8 : 8 + 24 * count].view(torch.int64).reshape(count, 3).tolist()
+    found: list[list[int]] = content[8 : 8 + 24 * count].view(np.int64).reshape(count, 3).tolist()
     return found
 
 
@@ -137,17 +139,18 @@ def dense_blocks(buffer: Tensor, in_features: int, dtype: torch.dtype = torch.fl
 
 def lookup(buffer: Tensor, in_features: int, ids: Tensor) -> Tensor:
     """Some rows of the weight as float32: (ids,) → (ids, in_features)."""
+    # in numpy: a step has few rows, and nothing here may wait for a thread
+    content, index = buffer.numpy(), ids.numpy()
     parts = read_parts(buffer)
-    if len(parts) == 1:
-        return dense_rows(part_rows(buffer, parts[0], in_features)[ids], parts[0].format)
-    out = torch.empty(ids.shape[0], in_features)
+    out = np.empty((len(index), in_features), np.float32)
     start = 0
     for part in parts:
-        mine = ((ids >= start) & (ids < start + part.rows)).nonzero()[:, 0]
-        if len(mine):
-            out[mine] = dense_rows(part_rows(buffer, part, in_features)[ids[mine] - start], part.format)
+        mine = slice(None) if len(parts) == 1 else (index >= start) & (index < start + part.rows)
+        width = row_bytes(part.format, in_features)
+        rows = content[part.offset : part.offset + part.rows * width].reshape(part.rows, width)
+        out[mine] = dequantize(rows[index[mine] - start], TYPES[part.format]).reshape(-1, in_features)
         start += part.rows
-    return out
+    return torch.from_numpy(out)
 
 
 def quantize_blocks(weight: Tensor) -> Tensor:
