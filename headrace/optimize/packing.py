@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -109,7 +109,9 @@ def make_pack(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         files={relative: file_digest(folder / relative) for relative in _files(folder)},
         builds_on=builds_on,
-        summary="; ".join(dict.fromkeys(map(summarize, winners))),
+        summary="; ".join(
+            dict.fromkeys(map(summarize, winners) if len(digests) == 1 else _by_model(winners))
+        ),
     )
     for entry in kernels:
         _check_any_model(folder, entry, conditions)
@@ -127,6 +129,15 @@ def summarize(winner: Winner) -> str:
     ]
     formats = "".join(f", {name}" for name in dict.fromkeys(winner.target.weight_formats))
     return f"{winner.target.op}, {winner.target.phase}{formats}: {', '.join(gains)}"
+
+
+def _by_model(winners: Sequence[Winner]) -> Iterator[str]:
+    """The gains of several kernels in one line a model: they were measured together."""
+    for winner in winners:
+        gains, target = winner.measurement.end_to_end, winner.target
+        words = ", ".join(f"{name} {ratio.median:.2f}x" for name, ratio in gains.items())
+        if winner.entry.op == winners[0].entry.op:
+            yield f"{Path(target.model).name} ({', '.join(dict.fromkeys(target.formats))}) {words}"
 
 
 def read_evidence(folder: Path, entry: KernelEntry) -> list[Evidence]:

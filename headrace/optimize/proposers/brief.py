@@ -127,7 +127,8 @@ def facts(target: Target, text: OpText) -> str:
         (
             f"Op `{target.op}` of {target.model or target.module}. {target.why}.",
             "",
-            f"One call takes {1e6 * target.baseline_s:.0f} µs now. Weights are {' and '.join(target.formats)}, "
+            f"One call takes {1e6 * target.baseline_s:.0f} µs now. "
+            f"Weights are {' and '.join(target.formats)}, "
             f"activations {' or '.join(target.activation_dtypes)}; a kernel must cover every call of "
             f"up to {target.max_rows} rows in {target.phase}.",
             "",
