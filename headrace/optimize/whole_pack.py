@@ -11,17 +11,18 @@ of them together every model is faster.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from headrace.core.errors import PackError, UsageError
 from headrace.core.packs import KernelEntry
-from headrace.optimize.digest import ENTRY_FILE, candidate_digest, candidate_files
+from headrace.optimize.digest import ENTRY_FILE, HEADER, candidate_digest, candidate_files
 from headrace.optimize.journal import ratios_text
 from headrace.optimize.judge.alone import measure_alone
 from headrace.optimize.judge.build import Built
@@ -36,6 +37,7 @@ from headrace.optimize.records import Measurement, Ratio, Target, Verdict
 from headrace.optimize.rounds import data_folder, write_whole
 
 ENTRIES_FILE = "kernels.json"
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,19 +76,32 @@ def read_entries(sources: Path, file: str = "") -> list[KernelEntry]:
 
 
 def split_candidates(sources: Path, entries: Sequence[KernelEntry], folder: Path) -> list[Path]:
-    """A candidate's folder for each entry: what ``sources`` holds, but the other kernels' files."""
-    main = {entry.source for entry in entries}
+    """A candidate's folder for each entry: its source and what that includes of ``sources``."""
     made = []
     for number, entry in enumerate(entries):
         candidate = folder / f"{number}-{entry.op}"
-        for name in candidate_files(sources):
-            if name == ENTRY_FILE or (name in main and name != entry.source):
-                continue
+        for name in _included(sources, entry.source, candidate_files(sources)):
             (candidate / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(sources / name, candidate / name)
         (candidate / ENTRY_FILE).write_bytes(msgspec.json.encode(entry))
         made.append(candidate)
     return made
+
+
+def _included(sources: Path, source: str, there: Sequence[str]) -> list[str]:
+    """``source`` and the files that it includes, directly or not, of those that are ``there``."""
+    found, left = list[str](), [source]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        if name not in there:
+            raise UsageError(f"{sources} has no {name}, which a kernel needs")
+        found.append(name)
+        text = (sources / name).read_text("utf-8", errors="replace")
+        beside = [(PurePosixPath(name).parent / other).as_posix() for other in _INCLUDE.findall(text)]
+        left += [other for other in beside if PurePosixPath(other).name != HEADER]
+    return sorted(found)
 
 
 def judge_pack(

@@ -33,7 +33,9 @@ OPS = ("decoder_layer", "rms_norm")
 def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "sources"
     folder.mkdir()
-    (folder / "common.h").write_text("// both\n")
+    (folder / "common.h").write_text('#include "headrace_kernel.h"\n#include "deep.h"\n')
+    (folder / "deep.h").write_text("// both\n")
+    (folder / "unused.h").write_text("// neither\n")
     for op in OPS:
         (folder / f"{op}.cpp").write_text(f'#include "common.h"\n// {op}\n')
     entries = [KernelEntry(op=op, source=f"{op}.cpp", max_rows=0, batch_invariant=True) for op in OPS]
@@ -123,9 +125,10 @@ def judge(sources: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_kernels_share_headers_only(sources: Path, tmp_path: Path) -> None:
+    headers = {"common.h", "deep.h", "kernel.json"}
     first, second = split_candidates(sources, read_entries(sources), tmp_path / "out")
-    assert {path.name for path in first.iterdir()} == {"common.h", "decoder_layer.cpp", "kernel.json"}
-    assert {path.name for path in second.iterdir()} == {"common.h", "rms_norm.cpp", "kernel.json"}
+    assert {path.name for path in first.iterdir()} == {*headers, "decoder_layer.cpp"}
+    assert {path.name for path in second.iterdir()} == {*headers, "rms_norm.cpp"}
 
 
 def test_a_pack_for_any_model(judge: Callable[..., Any], world: World, tmp_path: Path) -> None:
@@ -177,6 +180,12 @@ def test_what_makes_no_pack(judge: Callable[..., Any], world: World) -> None:
         judge(1)
     world.agrees = True
     assert judge(1)[0].measurement.won
+
+
+def test_a_header_that_is_missing(sources: Path, tmp_path: Path) -> None:
+    (sources / "deep.h").unlink()
+    with pytest.raises(UsageError, match=r"has no deep\.h"):
+        split_candidates(sources, read_entries(sources), tmp_path / "out")
 
 
 def test_sources_that_say_nothing(tmp_path: Path) -> None:
