@@ -244,7 +244,7 @@ def test_a_server_starts_with_a_pack(home: Home, server: Server, tmp_path: Path)
     flags = ("--dtype", "float32", "--kv-cache-gib", "0.05", "--threads", "1", "--pack", str(folder))
     with Server(str(model), *flags, environment=server.environment) as other:
         assert packs(other) == [pack_id(folder)]
-        assert f"pack {pack_id(folder)[:12]}: logits_head" in other.log
+        assert f"kernels: pack {pack_id(folder)[:12]} (logits_head)" in other.log
     (folder / "signature.json").unlink()
     refused = Server(str(model), *flags, environment=server.environment)
     assert refused.process.wait(timeout=60) == 1 and refused.stop() == 1
