@@ -45,8 +45,8 @@ INLINE void dot_pairs(__m512 &sum, __m512i line, const char *pair) {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(line), "m"(*(const int32_t *)pair));
 }
 
-// Few rows read as fast as the CPU's own prefetching goes, and asking for lines costs a third of that (two
-// threads: 33 GB/s each against 23 at one row); more rows hide what it fetches too late (8 rows: 28 against 21).
+// Few rows read as fast as the CPU's own prefetching goes, and asking for lines as well costs some of that (one
+// row on Zen 4: 32 GB/s a thread against 23); with more rows it comes too late (8 rows: 21, and 27 when asked for).
 constexpr int FETCHED_FROM = 7;
 
 template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int64_t stride, vf *out) {
