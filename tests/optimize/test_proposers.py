@@ -53,7 +53,9 @@ class Server:
                 if isinstance(step, tuple):
                     self._answer(*step)
                 else:
-                    message = {"choices": [{"message": {"role": "assistant", "content": step}}]}
+                    choices = [{"message": {"role": "assistant", "content": step}}]
+                    usage = {"prompt_tokens": 100, "completion_tokens": 7}
+                    message = {"choices": choices, "usage": usage}
                     self._answer(200, json.dumps(message))
 
             def _answer(self, status: int, body: str) -> None:
@@ -113,7 +115,7 @@ def test_prose_is_asked_again_and_then_recorded(server: Server) -> None:
     one, pauses = endpoint(server.url)
     source = one.propose(TARGET, None, [], RNG)
     assert source is not None
-    assert source.note == "attempt 2"
+    assert source.note == "attempt 2; 200 + 14 tokens in 0 s"
     assert [message["role"] for message in server.asked[1]["messages"]] == [
         "system",
         "user",
