@@ -99,8 +99,8 @@ def default_entry(target: Target, source: str = SOURCE) -> KernelEntry:
 
 
 def skeleton(target: Target, text: OpText) -> str:
-    """A source that compiles and declines every call: includes, the slots as an enum, hr_run with what a
-    call holds where the target says its dtype."""
+    """A source that compiles and declines every call: includes, the slots as an enum, hr_run with the numbers
+    of a call, and its tensors where the target says their dtype."""
     signature = text.signature
     enums = [
         f"enum {{ {', '.join(prefix + name for name in names)} }};"
@@ -122,9 +122,13 @@ def skeleton(target: Target, text: OpText) -> str:
         const = "const " if signature.slot(name).role in ("input", "weight") else ""
         kind = f"{const}{_C_TYPES[dtype][0]} *"
         lines.append(f"    {kind}{name} = ({kind})t[S_{name}].data;")
+    for kind, prefix, names in (("int64_t", "I_", signature.ints), ("double", "F_", signature.floats)):
+        field = "ints" if prefix == "I_" else "floats"
+        lines += [f"    const {kind} {name} = call->{field}[{prefix}{name}];" for name in names]
     first = signature.names()[0]
     lines += [
-        f"    const int64_t rows = t[S_{first}].shape[0];",
+        f"    const int64_t rows = t[S_{first}].shape[0], last = t[S_{first}].ndim - 1;",
+        f"    const int64_t width = t[S_{first}].shape[last];  // of {first}",
         "    // … compute; return HR_DONE when the output is written",
         "    return HR_NOT_MINE;",
         "}",
