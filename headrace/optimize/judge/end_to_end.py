@@ -38,6 +38,7 @@ from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import GIB, Cage, Caged, Limits, Sandbox
 from headrace.optimize.judge.statistics import ratio
 from headrace.optimize.judge.verify import Built
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload, load_workload
 from headrace.optimize.records import Ratio, Target
 
@@ -93,7 +94,7 @@ def compare_engines(built: Built, setting: Setting, options: JudgeOptions) -> En
     Raises Rejected when the candidate fails in the engine, StartupError when the baseline does.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="headrace-model-") as scratch,
+        tempfile.TemporaryDirectory(prefix=prefix_of("model")) as scratch,
         _Engine(built.sandbox, setting, None, options, Path(scratch)) as baseline,
         _Engine(built.sandbox, setting, built, options, Path(scratch)) as candidate,
     ):
