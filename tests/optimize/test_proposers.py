@@ -229,7 +229,9 @@ def test_without_a_best_the_last_failure_is_shown_whole(tmp_path: Path) -> None:
         candidate="1", digest="", passed=False, reason="compile_error", detail="", seconds=0, sandbox=""
     )
     failed = Trial(Candidate(name="001", folder="", digest="", author=""), tmp_path, verdict)
-    assert "## Candidate 001\n\n```cpp\n// does not compile\n```" in results(None, [failed])
+    told = results(None, [failed])
+    assert "## Candidate 001, which failed so" in told
+    assert "```cpp\n// does not compile\n```" in told
     assert "## Candidate 001" not in results(failed, [failed])
 
 

@@ -189,7 +189,10 @@ def results(best: Trial | None, history: Sequence[Trial]) -> str:
         parts.append("## The last failures\n\n" + "\n".join(lines))
         if best is None:
             last = failed[-1]
-            parts.append(f"## Candidate {last.candidate.name}\n\n```cpp\n{source_of(last).rstrip()}\n```")
+            parts.append(
+                f"## Candidate {last.candidate.name}, which failed so\n\nDo not give it again: mend it or write "
+                f"another.\n\n```cpp\n{source_of(last).rstrip()}\n```"
+            )
     return "\n\n".join(parts)
 
 
