@@ -190,8 +190,8 @@ def results(best: Trial | None, history: Sequence[Trial]) -> str:
         if best is None:
             last = failed[-1]
             parts.append(
-                f"## Candidate {last.candidate.name}, which failed so\n\nNot again this one: mend it or write "
-                f"another.\n\n```cpp\n{source_of(last).rstrip()}\n```"
+                f"## Candidate {last.candidate.name}, which failed so\n\nNot again this one: mend it or "
+                f"write another.\n\n```cpp\n{source_of(last).rstrip()}\n```"
             )
     return "\n\n".join(parts)
 
