@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ import msgspec
 from headrace.cli.packs import roll_out
 from headrace.core.errors import PackError, StartupError, UsageError
 from headrace.core.knobs import EngineConfig
-from headrace.core.packs import NONE, PackConditions
+from headrace.core.packs import NONE
 from headrace.models.config import DecoderConfig, DecoderShape
 from headrace.models.families import covers, read_config
 from headrace.models.fields import read_json
@@ -24,8 +23,9 @@ from headrace.models.resolve import resolve_model
 from headrace.optimize.journal import Journal
 from headrace.optimize.keys import Keys
 from headrace.optimize.loop import Judged, Limits, Loop, Stages
-from headrace.optimize.packing import SIGNATURE, Winner, make_pack
+from headrace.optimize.packing import Winner
 from headrace.optimize.proposal import Proposer
+from headrace.optimize.publishing import publish
 from headrace.optimize.records import KernelProfile, Published, RolloutRecord, Target
 from headrace.optimize.registry import Listed, Registry
 from headrace.optimize.rounds import Round, RoundEnd, RoundStore
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 PROFILE_S = 12.0
 """Seconds of passes over the workload."""
-
-RELEVANT_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16",
-                     "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")  # fmt: skip
-"""What kernels are written for: a pack runs only where those of the machine that judged it are all there."""
 
 
 class KernelLoop:
@@ -183,30 +179,15 @@ class KernelLoop:
         return [target for target in found if self._op in ("", target.op) and self._wanted(target)]
 
     def _publish(self, winner: Winner, one: Round, profile: KernelProfile, base: Path | None) -> Published:
-        from headrace.kernels.native.build import cpu_features
-
-        folder = one.folder / "pack"
-        if not (folder / SIGNATURE).exists():  # or a round that was killed has one already
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            there = cpu_features()
-            make_pack(
-                folder,
-                winner,
-                name=one.id,
-                conditions=PackConditions(
-                    cpu_features=[name for name in RELEVANT_FEATURES if name in there],
-                    dtype=profile.dtype,
-                    shapes=DecoderShape.of(self._config).as_dict(),
-                ),
-                round_id=one.id,
-                keys=self._keys,
-                base=base,
-            )
-        identity = self._registry.publish(folder, approver=self._approver)
-        summary = self._registry.find(identity).manifest.summary
-        return Published(
-            pack=identity, registry=self._registry.url, candidate=winner.folder.name, summary=summary
+        return publish(
+            winner,
+            one,
+            self._registry,
+            self._keys,
+            dtype=profile.dtype,
+            shapes=DecoderShape.of(self._config).as_dict(),
+            approver=self._approver,
+            base=base,
         )
 
     def _roll_out(self, pack: str) -> RolloutRecord:

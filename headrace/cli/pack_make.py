@@ -55,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from headrace.cli.kernel_loop import RELEVANT_FEATURES
     from headrace.core.packs import PackConditions
     from headrace.kernels.native.build import cpu_features
     from headrace.models.config import DecoderShape
     from headrace.optimize.judge.options import JudgeOptions
     from headrace.optimize.keys import Keys
     from headrace.optimize.packing import make_pack
+    from headrace.optimize.publishing import RELEVANT_FEATURES
     from headrace.optimize.registry import current_user
     from headrace.optimize.whole_pack import judge_pack, read_entries, split_candidates
 

@@ -25,7 +25,8 @@ from headrace.core.messages import Output, Timing
 from headrace.core.request import Request
 from headrace.core.routing import ModelInfo, Outcome, Placement, Route
 from headrace.router.continuation import block_ids_with, continued, end_of
-from headrace.router.worker import TextPlacement, Worker
+from headrace.router.leg import Leg
+from headrace.router.worker import Worker
 
 if TYPE_CHECKING:
     from headrace.router.dispatcher import Dispatcher
@@ -443,59 +444,3 @@ class Flight:
         self._leave(outcome)
         self._samples = {}
         self._dispatcher.forget(self)
-
-
-class Leg:
-    """One attempt's ear and mouth: a PairReceiver, and the TextLease of a body that is forwarded. What is
-    said to it once the flight has moved on or ended is ignored."""
-
-    __slots__ = ("flight",)
-
-    def __init__(self, flight: Flight) -> None:
-        self.flight: Flight | None = flight
-
-    def on_outputs(self, outputs: list[Output]) -> None:
-        """See Receiver."""
-        flight = self.flight
-        if flight is None:
-            return
-        if flight.attempt:
-            request_id = flight.request.request_id
-            outputs = [replace(output, request_id=request_id) for output in outputs]
-        flight.on_outputs(outputs)
-
-    def on_failed(self, error: HeadraceError, outcome: Outcome) -> None:
-        """See Receiver."""
-        if self.flight is not None:
-            self.flight.on_failed(error, outcome)
-
-    def on_prefill_failed(self, error: HeadraceError, outcome: Outcome) -> None:
-        """See PairReceiver."""
-        if self.flight is not None:
-            self.flight.on_prefill_failed(error, outcome)
-
-    def forward(self, sink: Sink, worker: TextWorker) -> None:
-        """Lets the sink forward its body, unless it was aborted meanwhile."""
-        if self.flight is not None:
-            sink.on_text_worker(worker, self)
-
-    @property
-    def placed(self) -> TextPlacement:
-        """See TextLease."""
-        flight = self.flight
-        assert flight is not None and flight.placement is not None
-        return TextPlacement(flight.placement, flight.submitted_at, flight.lease_placed_at, flight.attempt)
-
-    def began(self) -> None:
-        """See TextLease."""
-        if self.flight is not None:
-            self.flight.text_began()
-
-    def release(self, outcome: Outcome, num_output_tokens: int = 0) -> None:
-        """See TextLease."""
-        if self.flight is not None:
-            self.flight.text_ended(outcome, num_output_tokens)
-
-    def failed(self, error: HeadraceError, outcome: Outcome) -> None:
-        """See TextLease."""
-        self.on_failed(error, outcome)

@@ -29,11 +29,6 @@ from tests.kvcache.transfers import (
 )
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def listen(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"unix:{tmp_path}/kv.sock" if request.param == "unix" else "tcp://127.0.0.1:0"
-
-
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     with nothing_left():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import threading
 import time
 from array import array
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.core.identity import block_identities
-from headrace.kvcache.connector import SendJob, SendStream
+from headrace.kvcache.connector import ConnectorClient, SendJob, SendStream
+from headrace.kvcache.receiving import Patience
 from headrace.kvcache.source import BlockSource, FillJob
 
 ROOT = b"r" * 32
@@ -180,3 +182,21 @@ def nothing_left() -> Iterator[None]:
     wait_until(lambda: len(open_files()) <= len(files))
     assert set(threading.enumerate()) == threads
     assert _mapped() == maps
+
+
+@contextmanager
+def fetching(**patience: float) -> Iterator[ConnectorClient]:
+    client = ConnectorClient(kv_format=FORMAT, block_bytes=BLOCK_BYTES, patience=Patience(**patience))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True

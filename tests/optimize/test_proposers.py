@@ -12,12 +12,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.kernels.native.build import compile_kernel
+from headrace.kernels.native.signature import SIGNATURES
+from headrace.optimize.dims import op_dims
 from headrace.optimize.loop import Limits
 from headrace.optimize.proposal import ProposalError, Trial
 from headrace.optimize.proposers.agent import Agent
-from headrace.optimize.proposers.brief import op_text, skeleton
+from headrace.optimize.proposers.brief import facts, op_text, results, skeleton
 from headrace.optimize.proposers.endpoint import Endpoint, find_source, prompt
 from headrace.optimize.records import Candidate, Target, Verdict
 from headrace.optimize.rounds import NoCandidate
@@ -49,7 +53,9 @@ class Server:
                 if isinstance(step, tuple):
                     self._answer(*step)
                 else:
-                    message = {"choices": [{"message": {"role": "assistant", "content": step}}]}
+                    choices = [{"message": {"role": "assistant", "content": step}}]
+                    usage = {"prompt_tokens": 100, "completion_tokens": 7}
+                    message = {"choices": choices, "usage": usage}
                     self._answer(200, json.dumps(message))
 
             def _answer(self, status: int, body: str) -> None:
@@ -109,7 +115,7 @@ def test_prose_is_asked_again_and_then_recorded(server: Server) -> None:
     one, pauses = endpoint(server.url)
     source = one.propose(TARGET, None, [], RNG)
     assert source is not None
-    assert source.note == "attempt 2"
+    assert source.note == "attempt 2; 200 + 14 tokens in 0 s"
     assert [message["role"] for message in server.asked[1]["messages"]] == [
         "system",
         "user",
@@ -190,14 +196,43 @@ def test_a_prompt_holds_the_best_so_far_and_the_last_failures(tmp_path: Path) ->
     assert [f"reason {number}" in text for number in range(6)] == [False, False, False, True, True, True]
 
 
-@pytest.mark.parametrize("op", ["linear", "rms_norm", "rope", "attention", "logits_head", "mlp_block"])
-def test_every_op_can_be_described(op: str) -> None:
-    import msgspec
-
-    target: Target = msgspec.structs.replace(TARGET, op=op)
+@pytest.mark.parametrize("op", list(SIGNATURES))
+def test_every_op_can_be_described(op: str, tmp_path: Path) -> None:
+    fixed = op_dims(op, CONFIG, phase="decode", block_size=32, part="down")
+    target: Target = msgspec.structs.replace(
+        TARGET, op=op, dims=fixed.dims, floats=fixed.floats, present=fixed.present
+    )
     text = op_text(target)
     assert f"def {op}(" in text.reference
-    assert "S_out" in skeleton(target, text) or op == "rope"
+    told = facts(target, text)
+    for slot in text.signature.slots:
+        assert f"- `{slot.name}` ({slot.role}): " in told
+    assert "as the reference says" not in told
+    (tmp_path / "kernel.cpp").write_text(skeleton(target, text))
+    compile_kernel(tmp_path / "kernel.cpp", [], tmp_path)
+
+
+def test_slots_are_told_with_shape_and_dtype() -> None:
+    told = facts(TARGET, op_text(TARGET))
+    assert "- `x` (input): (rows, 64) float32" in told
+    assert "- `gate_up` (weight): (192, 64) bfloat16, gate rows, then up rows" in told
+    assert "- `post_mlp_norm` (weight): absent here" in told
+    both = msgspec.structs.replace(TARGET, activation_dtypes=["float32", "bfloat16"])
+    assert "- `x` (input): (rows, 64) float32 or bfloat16" in facts(both, op_text(both))
+    assert "*x = " in skeleton(TARGET, op_text(TARGET))
+    assert "*x = " not in skeleton(both, op_text(both))
+
+
+def test_without_a_best_the_last_failure_is_shown_whole(tmp_path: Path) -> None:
+    (tmp_path / "kernel.cpp").write_text("// does not compile\n")
+    verdict = Verdict(
+        candidate="1", digest="", passed=False, reason="compile_error", detail="", seconds=0, sandbox=""
+    )
+    failed = Trial(Candidate(name="001", folder="", digest="", author=""), tmp_path, verdict)
+    told = results(None, [failed])
+    assert "## Candidate 001, which failed so" in told
+    assert "```cpp\n// does not compile\n```" in told
+    assert "## Candidate 001" not in results(failed, [failed])
 
 
 def agent(program: str, minutes: float = 1.0) -> Agent:

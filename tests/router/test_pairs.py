@@ -1,4 +1,4 @@
-"""Which prompts are split between two replicas, and what becomes of the halves."""
+"""Which prompts are split between two replicas, and what is told of it."""
 
 from __future__ import annotations
 
@@ -8,70 +8,23 @@ import pytest
 
 from headrace.core.messages import Moves, Stats, Timing
 from headrace.core.routing import Capabilities, Lease, Placement
-from headrace.router.breaker import FAULTS
-from headrace.router.kv_traits import KvTraits
 from headrace.router.pairs import num_streams
-from headrace.router.router import Router
+from tests.router.pairs import (
+    LONG,
+    NUM_BLOCKS,
+    RATE,
+    SGLANG,
+    began,
+    delivered,
+    kv,
+    place,
+    release,
+    split,
+    status_of,
+    streams,
+    words,
+)
 from tests.router.routing import BLOCK, add, make, route, stats, stored, up
-
-NUM_BLOCKS = 100
-LONG = tuple(range(1, NUM_BLOCKS + 1))
-"""A prompt of 100 blocks and a half: 1,608 tokens, 0.8 s at the rate that is assumed to begin with."""
-
-RATE = 2000.0
-BLOCK_BYTES = 100_000
-SGLANG = Capabilities(kind="sglang", remote_model="x", tokens=True, abort=True, load=True)
-
-
-def kv(role: str, name: str, **fields: object) -> KvTraits:
-    address = "" if role == "decode" else f"unix:/{name}"
-    return KvTraits(role, address, BLOCK_BYTES, "bf16", "")._replace(**fields)
-
-
-def split(prefill: int = 1, decode: int = 1) -> Router:
-    """Prefill replicas p0, p1, …, decode replicas d0, d1, … of a model that is fast to move."""
-    router = make()
-    for i in range(prefill):
-        add(router, f"p{i}", role="prefill", kv=kv("prefill", f"p{i}"))
-    for i in range(decode):
-        add(router, f"d{i}", role="decode", kv=kv("decode", f"d{i}"))
-    return router
-
-
-def place(router: Router, name: str, *numbers: int, now: float = 0.0, **fields: object) -> Placement:
-    placement = router.place(route(name, *numbers, **fields), now, 1000.0 + now)
-    router.check_integrity()
-    assert placement is not None
-    return placement
-
-
-def release(router: Router, name: str, outcome="finished", *, now: float = 0.0, prefill=None) -> None:
-    router.release(name, outcome, 0, 0.0, now, prefill)
-    router.check_integrity()
-
-
-def began(router: Router, name: str, timing: Timing | None, *, cached: int = 0, now: float = 1.0) -> None:
-    router.began(name, now, cached, now, timing)
-    router.check_integrity()
-
-
-def streams(router: Router, count: int, *, now: float = 0.0) -> None:
-    """So many requests that run on the decode replicas, their prompts long done."""
-    for i in range(count):
-        place(router, f"stream{i}", 9_000 + i, now=now)
-        began(router, f"stream{i}", Timing(0.0, 0.01, 24), now=now)
-
-
-def delivered(tokens: int = NUM_BLOCKS * BLOCK) -> Timing:
-    return Timing(0.0, 0.01, 8, fill_s=0.9, num_fetched_tokens=tokens)
-
-
-def status_of(router: Router, name: str):
-    return next(s for s in router.status().replicas if s.member.endpoint.replica_id == name)
-
-
-def words(router: Router, name: str) -> str:
-    return router.why(name)[-1].split
 
 
 def test_with_streams_running_a_long_prompt_is_computed_elsewhere():
@@ -278,92 +231,6 @@ def test_the_role_that_a_replica_tells_is_the_one_that_counts():
     streams(router, 4)
     placement = place(router, "r", *LONG)
     assert (placement.replica_id, placement.prefill_replica) == ("b", "a")
-
-
-def fail_fetches(router: Router, count: int) -> None:
-    for i in range(count):
-        assert place(router, f"lost{i}", *(n + 1000 * i for n in LONG)).prefill_replica == "p0"
-        began(router, f"lost{i}", Timing(0.0, 0.8, 1608, fill_s=0.1))
-        release(router, f"lost{i}")
-
-
-def test_fetches_that_deliver_nothing_open_the_givers_breaker():
-    router = split()
-    streams(router, 4)
-    fail_fetches(router, FAULTS)
-    status = status_of(router, "p0")
-    assert (status.breaker, status.num_faults) == ("open", FAULTS)
-    assert not place(router, "alone", *LONG).prefill_replica
-    assert words(router, "alone") == "not split: p0: breaker open"
-    assert status_of(router, "d0").num_faults == 0
-
-
-def test_one_fetch_on_trial_closes_it_again():
-    router = split()
-    streams(router, 4)
-    fail_fetches(router, FAULTS)
-    now = 5.0
-    assert place(router, "trial", *LONG, now=now).prefill_replica == "p0"
-    assert not place(router, "meanwhile", *(n + 9000 for n in LONG), now=now).prefill_replica
-    began(router, "trial", delivered(), now=now + 1)
-    assert status_of(router, "p0").breaker == "closed"
-
-
-@pytest.mark.parametrize(
-    "timing",
-    [
-        delivered(),
-        delivered(NUM_BLOCKS * BLOCK * 3 // 5),  # the rest was computed
-        Timing(0.0, 0.8, 1608),  # the engine did not ask: it had no room for blocks to come
-        Timing(0.0, 0.01, 8, fill_s=0.1, num_disk_tokens=1600),  # it had them on disk after all
-        None,  # an engine that does not tell
-    ],
-)
-def test_what_is_no_fault_of_the_givers_does_not_count_against_it(timing):
-    router = split()
-    streams(router, 4)
-    for i in range(2 * FAULTS):
-        assert place(router, f"r{i}", *(n + 1000 * i for n in LONG)).prefill_replica == "p0"
-        began(router, f"r{i}", timing)
-        release(router, f"r{i}")
-    assert status_of(router, "p0").num_faults == 0
-
-
-def test_a_prefill_side_that_the_gateway_saw_fail_is_at_fault():
-    router = split()
-    streams(router, 4)
-    for i in range(FAULTS):
-        place(router, f"r{i}", *(n + 1000 * i for n in LONG))
-        release(router, f"r{i}", "aborted", prefill="replica_fault")
-    assert status_of(router, "p0").breaker == "open"
-    assert status_of(router, "d0").num_faults == 0
-
-
-def test_a_decode_replica_that_dies_takes_its_prompts_out_of_the_givers_queue():
-    router = split(decode=2)
-    streams(router, 8)
-    placement = place(router, "r", *LONG)
-    up(router, placement.replica_id, instance="two", kv=kv("decode", placement.replica_id))
-    router.check_integrity()
-    assert status_of(router, "p0").num_in_flight == 0
-    release(router, "r", "replica_gone")
-    place(router, "again", *LONG)
-    router.remove_endpoint("p0", 0.0)
-    router.check_integrity()
-    began(router, "again", Timing(0.0, 0.8, 1608, fill_s=0.1))
-    release(router, "again")
-
-
-def test_a_giver_that_restarts_forgets_what_it_owed():
-    router = split()
-    streams(router, 4)
-    place(router, "r", *LONG)
-    up(router, "p0", instance="two", kv=kv("prefill", "p0", address="unix:/p0-two"))
-    router.check_integrity()
-    assert status_of(router, "p0").num_in_flight == 0
-    began(router, "r", Timing(0.0, 0.8, 1608, fill_s=0.1))
-    assert status_of(router, "p0").num_faults == 0  # another process is not to blame
-    assert place(router, "next", *(n + 1000 for n in LONG)).prefill_address == "unix:/p0-two"
 
 
 def test_the_givers_rate_is_learned_from_what_it_delivers():

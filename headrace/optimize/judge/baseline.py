@@ -55,7 +55,11 @@ class Baseline:
         keep = (theirs.fileno(), inputs.descriptor, outputs.descriptor)
         command = [sys.executable, "-m", "headrace.optimize.judge.baseline", str(theirs.fileno())]
         self._child = subprocess.Popen(
-            command, pass_fds=keep, env=_environment(layout.threads), stdin=subprocess.DEVNULL
+            command,
+            pass_fds=keep,
+            env=_environment(layout.threads),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # as the cage: Linux shares the cores among sessions
         )
         theirs.close()
         task = _Task(

@@ -39,6 +39,7 @@ from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import GIB, Cage, Caged, Limits, Sandbox
 from headrace.optimize.judge.statistics import ratio
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload, load_workload
 from headrace.optimize.records import Ratio, Target
 
@@ -106,7 +107,7 @@ def compare_engines(
     kernels = [built] if isinstance(built, Built) else list(built)
     sandbox = kernels[0].sandbox
     with (
-        tempfile.TemporaryDirectory(prefix="headrace-model-") as scratch,
+        tempfile.TemporaryDirectory(prefix=prefix_of("model")) as scratch,
         _Engine(sandbox, setting, [], options, Path(scratch)) as baseline,
         _Engine(sandbox, setting, kernels, options, Path(scratch)) as candidate,
     ):

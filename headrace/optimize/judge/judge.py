@@ -11,6 +11,7 @@ from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Problem
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import failed, verified
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Target, Verdict
 
@@ -35,7 +36,7 @@ def judge(
     """
     options = options or JudgeOptions()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="headrace-judge-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix_of("judge")) as scratch:
         verdict, built = verified(folder, target, Path(scratch), problem=problem, options=options)
         if built is None:
             return verdict, None

@@ -15,6 +15,7 @@ from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Problem
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import build
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Ratio, Target
 
@@ -65,7 +66,7 @@ def _measured(
 ) -> Measurement:
     options = options or JudgeOptions()
     try:
-        with tempfile.TemporaryDirectory(prefix="headrace-judge-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=prefix_of("judge")) as scratch:
             built = build(folder, target, Path(scratch), problem=problem, options=options)
             return measure_built(folder, built, target, baseline_pack, workload, end_to_end, options)
     except Rejected as rejected:

@@ -25,6 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from headrace.core.errors import UnavailableError
+from headrace.optimize.leftovers import prefix_of
 
 MIB = 1024**2
 GIB = 1024**3
@@ -189,7 +190,7 @@ class Caged(subprocess.Popen[bytes]):
     """A caged command. Standard output and error come through one pipe; ``close`` ends all of it."""
 
     def __init__(self, sandbox: Sandbox, cage: Cage, argv: Sequence[str], **options: object) -> None:
-        self._root = Path(tempfile.mkdtemp(prefix="headrace-cage-"))
+        self._root = Path(tempfile.mkdtemp(prefix=prefix_of("cage")))
         environment = {
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": "/tmp",

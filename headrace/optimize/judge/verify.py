@@ -32,6 +32,7 @@ from headrace.optimize.judge.problem import Case, Problem, Tensors
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.runner import Runner, build_runner
 from headrace.optimize.judge.sandbox import MIB, Sandbox
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.records import Reason, ShapeError, Target, Verdict
 
 _LARGE_WEIGHTS = 64 * MIB
@@ -52,7 +53,7 @@ def verify(
 
     Raises UnavailableError where no sandbox holds. A bad candidate is a Verdict, never an error.
     """
-    with tempfile.TemporaryDirectory(prefix="headrace-judge-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix_of("judge")) as scratch:
         return verified(folder, target, Path(scratch), problem=problem, options=options or JudgeOptions())[0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,8 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.machine import num_cores
-from headrace.core.packs import KernelEntry, PackConditions
-from headrace.kernels.native.build import cpu_features
+from headrace.core.packs import KernelEntry
 from headrace.optimize.digest import ENTRY_FILE
 from headrace.optimize.judge.baseline import Baseline
 from headrace.optimize.judge.judge import judge
@@ -30,8 +28,9 @@ from headrace.optimize.keys import Keys
 from headrace.optimize.loop import Judged, Stages
 from headrace.optimize.modules.host import ModuleHost
 from headrace.optimize.modules.problem import ModuleProblem
-from headrace.optimize.packing import SIGNATURE, Winner, make_pack
+from headrace.optimize.packing import Winner
 from headrace.optimize.profile.roofs import measure_roofs
+from headrace.optimize.publishing import publish
 from headrace.optimize.records import (
     CallShape,
     KernelProfile,
@@ -53,7 +52,6 @@ OP = "module"
 _PAIRS = 61
 _RING_BYTES = 256 << 20
 _MAX_CALLS = 256
-_FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "asimd", "sve")
 
 
 class ModuleStages:
@@ -158,27 +156,14 @@ class ModuleStages:
         )
 
     def _publish(self, winner: Winner, one: Round, profile: KernelProfile, base: Path | None) -> Published:
-        folder = one.folder / "pack"
-        if not (folder / SIGNATURE).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            there = cpu_features()
-            make_pack(
-                folder,
-                winner,
-                name=one.id,
-                conditions=PackConditions(
-                    cpu_features=[name for name in _FEATURES if name in there],
-                    dtype=winner.target.weight_dtype,
-                    shapes={"module": 1},  # no served model has this dimension
-                ),
-                round_id=one.id,
-                keys=self._keys,
-            )
-        identity = self._registry.publish(folder, approver=self._approver)
-        summary = self._registry.find(identity).manifest.summary
-        return Published(
-            pack=identity, registry=self._registry.url, candidate=winner.folder.name, summary=summary
+        return publish(
+            winner,
+            one,
+            self._registry,
+            self._keys,
+            dtype=winner.target.weight_dtype,
+            shapes={"module": 1},  # no served model has this dimension
+            approver=self._approver,
         )
 
     def _problem(self, folder: Path, target: Target) -> ModuleProblem:

@@ -28,6 +28,7 @@ import msgspec
 
 from headrace.core.packs import KernelEntry
 from headrace.optimize.digest import ENTRY_FILE, candidate_files
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.proposal import CandidateSource, ProposalError, Trial
 from headrace.optimize.proposers.brief import (
     SOURCE,
@@ -65,7 +66,7 @@ class Agent:
     def propose(
         self, target: Target, best: Trial | None, history: Sequence[Trial], rng: random.Random
     ) -> CandidateSource | None:
-        with tempfile.TemporaryDirectory(prefix="headrace-agent-", ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(prefix=prefix_of("agent"), ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch) / "candidate"
             folder.mkdir()
             begun = lay_out(folder, target, self._describe(target), best, history, self._minutes)

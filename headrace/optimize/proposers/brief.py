@@ -35,6 +35,27 @@ _PARTS = {
 }
 
 
+_CACHE = {
+    "keys": "(num_kv_heads, slots, head_dim), a dtype of its own",
+    "values": "(num_kv_heads, slots, v_head_dim), likewise",
+    "slot_mapping": "(rows) int64: where each row's key and value go, before anything is attended to",
+    "block_tables": "(decodes, blocks) int64: token p of a sequence is in slot "
+    "table[p / block_size] * block_size + p % block_size",
+    "lens": "(decodes) int64: the keys that each decode sees, its own included",
+    "chunks": "(prefills, 3) int64: first row, row after the last, tokens cached before them",
+    "chunk_tables": "(prefills, blocks) int64",
+}
+_WIDEN = """\
+static inline float widen(uint16_t half) {  // bfloat16 is the upper half of a float
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+"""
+_C_TYPES = {"float32": ("float", "HR_F32"), "bfloat16": ("uint16_t", "HR_BF16")}
+
+
 @dataclass(frozen=True)
 class OpText:
     """How an op is described: what a call holds, and what it means in Python."""
@@ -78,23 +99,36 @@ def default_entry(target: Target, source: str = SOURCE) -> KernelEntry:
 
 
 def skeleton(target: Target, text: OpText) -> str:
-    """A source that compiles and declines every call: includes, the slots as an enum, hr_run."""
+    """A source that compiles and declines every call: includes, the slots as an enum, hr_run with the numbers
+    of a call, and its tensors where the target says their dtype."""
     signature = text.signature
     enums = [
         f"enum {{ {', '.join(prefix + name for name in names)} }};"
         for prefix, names in (("S_", signature.names()), ("I_", signature.ints), ("F_", signature.floats))
         if names
     ]
-    lines = [
-        '#include "headrace_kernel.h"',
-        *enums,
-        "",
+    known = _dtypes(target, signature) if target.call is None else {}
+    lines = ["#include <cmath>", "#include <cstring>", '#include "headrace_kernel.h"', *enums, ""]
+    if "bfloat16" in known.values():
+        lines.append(_WIDEN)
+    lines += [
         'extern "C" int hr_run(const hr_call *call) {',
         "    const hr_tensor *t = call->tensors;",
     ]
+    if known:
+        wrong = [f"t[S_{name}].dtype != {_C_TYPES[dtype][1]}" for name, dtype in known.items()]
+        lines += [f"    if ({' || '.join(wrong)}) return HR_NOT_MINE;"]
+    for name, dtype in known.items():
+        const = "const " if signature.slot(name).role in ("input", "weight") else ""
+        kind = f"{const}{_C_TYPES[dtype][0]} *"
+        lines.append(f"    {kind}{name} = ({kind})t[S_{name}].data;")
+    for kind, prefix, names in (("int64_t", "I_", signature.ints), ("double", "F_", signature.floats)):
+        field = "ints" if prefix == "I_" else "floats"
+        lines += [f"    const {kind} {name} = call->{field}[{prefix}{name}];" for name in names]
     first = signature.names()[0]
     lines += [
-        f"    const int64_t rows = t[S_{first}].shape[0];",
+        f"    const int64_t rows = t[S_{first}].shape[0], last = t[S_{first}].ndim - 1;",
+        f"    const int64_t width = t[S_{first}].shape[last];  // of {first}",
         "    // … compute; return HR_DONE when the output is written",
         "    return HR_NOT_MINE;",
         "}",
@@ -105,14 +139,10 @@ def skeleton(target: Target, text: OpText) -> str:
 def facts(target: Target, text: OpText) -> str:
     """The target in Markdown: what, why, shapes, slots, machine."""
     absent = {slot.name for slot in text.signature.slots if slot.optional} - set(target.present)
-    sizes = (
-        {}
-        if target.call is None
-        else {slot.name: f", {slot.dtype} {tuple(slot.shape)}" for slot in target.call.slots}
-    )
+    sizes = _sizes(target, text.signature)
     slots = [
-        f"- `{slot.name}` ({slot.role}{sizes.get(slot.name, '')}"
-        f"{', absent here' if slot.name in absent else ''})"
+        f"- `{slot.name}` ({slot.role}): "
+        + ("absent here" if slot.name in absent else sizes.get(slot.name, "as the reference says"))
         for slot in text.signature.slots
     ]
     shapes = [
@@ -138,7 +168,7 @@ def facts(target: Target, text: OpText) -> str:
             *shapes,
             "",
             *([f"Dimensions: {dims}." + (f" Numbers: {floats}." if floats else ""), ""] if dims else []),
-            "Slots of a call, in order:",
+            "Slots of a call, in order, each dense in its last dimension:",
             *slots,
         )
     )
@@ -158,6 +188,12 @@ def results(best: Trial | None, history: Sequence[Trial]) -> str:
             for trial in failed
         ]
         parts.append("## The last failures\n\n" + "\n".join(lines))
+        if best is None:
+            last = failed[-1]
+            parts.append(
+                f"## Candidate {last.candidate.name}, which failed so\n\nNot again this one: mend it or "
+                f"write another.\n\n```cpp\n{source_of(last).rstrip()}\n```"
+            )
     return "\n\n".join(parts)
 
 
@@ -174,6 +210,46 @@ def machine() -> str:
     there = cpu_features()
     features = " ".join(word for word in _FEATURES if word in there) or "no vector extensions known"
     return f"{num_cores()} cores, {features}; compiled with {' '.join(STANDARD_FLAGS[:4])}"
+
+
+def _dtypes(target: Target, signature: Signature) -> dict[str, str]:
+    """The dtype of each slot that is there and of which it is known; the cache has one of its own."""
+    found = {}
+    for slot in signature.slots:
+        if slot.name in _CACHE or (slot.optional and slot.name not in target.present):
+            continue
+        if slot.role == "weight":
+            found[slot.name] = target.weight_dtype
+        elif (target.op, slot.name) == ("logits_head", "out"):
+            found[slot.name] = "float32"
+        elif len(target.activation_dtypes) == 1:
+            found[slot.name] = target.activation_dtypes[0]
+    return found
+
+
+def _sizes(target: Target, signature: Signature) -> dict[str, str]:
+    """Shape and dtype of each slot of a call, in words."""
+    if target.call is not None:
+        return {slot.name: f"{_shape(slot.shape)} {slot.dtype}" for slot in target.call.slots}
+    import torch
+
+    from headrace.optimize.judge.slots import call_specs, weight_specs
+
+    kind, present, any_rows = torch.float32, frozenset(target.present), -1
+    specs = [
+        *weight_specs(target.op, target.dims, present, kind),
+        *call_specs(target.op, target.dims, present, any_rows, kind, kind, None, 0),
+    ]
+    dtypes, either = _dtypes(target, signature), " or ".join(target.activation_dtypes)
+    sizes = {spec.slot: f"{_shape(spec.shape)} {dtypes.get(spec.slot, either)}" for spec in specs}
+    for name in ("gate_up", "weight"):
+        if name in sizes and (name == "gate_up" or target.op == "gated_linear"):
+            sizes[name] += ", gate rows, then up rows"
+    return sizes | {slot.name: _CACHE[slot.name] for slot in signature.slots if slot.name in _CACHE}
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({', '.join('rows' if size < 0 else str(size) for size in shape)})"
 
 
 def _named(name: str, value: int) -> str:

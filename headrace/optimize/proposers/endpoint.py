@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.optimize.proposal import CandidateSource, ProposalError, Trial
@@ -74,10 +75,10 @@ class Endpoint:
             {"role": "system", "content": _SYSTEM},
             {"role": "user", "content": prompt(target, self._describe(target), best, history)},
         ]
-        last, reply = "", ""
+        last, reply, spent = "", "", Spent()
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                reply = self._ask(messages, rng.randrange(1 << 31))
+                reply = self._ask(messages, rng.randrange(1 << 31), spent)
             except _Transient as error:
                 last = str(error)
                 if attempt < ATTEMPTS:
@@ -89,7 +90,7 @@ class Endpoint:
                     files={SOURCE: source, "answer.md": reply},
                     entry=default_entry(target),
                     author=self._model or self.author,
-                    note=f"attempt {attempt}",
+                    note=f"attempt {attempt}; {spent}",
                 )
             last = "the answer holds no C++ source with hr_run"
             messages = [
@@ -97,9 +98,9 @@ class Endpoint:
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": _AGAIN},
             ]
-        raise ProposalError(f"{ATTEMPTS} tries: {last}", reply=reply[:_REPLY_CHARS])
+        raise ProposalError(f"{ATTEMPTS} tries: {last} ({spent})", reply=reply[:_REPLY_CHARS])
 
-    def _ask(self, messages: Sequence[Mapping[str, str]], seed: int) -> str:
+    def _ask(self, messages: Sequence[Mapping[str, str]], seed: int, spent: Spent) -> str:
         if not self._model:
             listed = self._call("/models", None)
             try:
@@ -113,7 +114,12 @@ class Endpoint:
             "temperature": TEMPERATURE,
             "seed": seed,
         }
-        answer = self._call("/chat/completions", body)
+        began = time.monotonic()
+        try:
+            answer = self._call("/chat/completions", body)
+        finally:
+            spent.seconds += time.monotonic() - began
+        spent.count(answer)
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError):
@@ -144,6 +150,25 @@ class Endpoint:
             return json.loads(text)
         except ValueError:
             raise _Transient(f"no JSON: {text[:200].decode(errors='replace')}") from None
+
+
+@dataclass
+class Spent:
+    """What the answers for one candidate cost."""
+
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    seconds: float = 0.0
+
+    def count(self, answer: Any) -> None:
+        """Adds the ``usage`` of an answer; not every endpoint tells it."""
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if isinstance(usage, dict):
+            self.prompt_tokens += int(usage.get("prompt_tokens") or 0)
+            self.answer_tokens += int(usage.get("completion_tokens") or 0)
+
+    def __str__(self) -> str:
+        return f"{self.prompt_tokens} + {self.answer_tokens} tokens in {self.seconds:.0f} s"
 
 
 class _Transient(Exception):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.packs import KernelEntry
-from headrace.optimize.judge import measure
+from headrace.optimize.judge import alone, measure
 from headrace.optimize.judge.cases import OpProblem
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.statistics import ratio
@@ -60,6 +60,21 @@ def test_faster_than_the_machine(tmp_path: Path) -> None:
     folder = candidate(tmp_path / "plain", HERE / "honest" / "plain.cpp")
     found = measure.alone(folder, target(), options=JudgeOptions(threads=1, alone_s=0.2, roof=1e3))
     assert found.detail.startswith("too_fast")
+
+
+def test_a_busy_neighbour_is_no_reason_to_reject(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two threads cannot stream while one of them waits, one can; a low roof is measured again."""
+    asked: list[tuple[int, float]] = []
+
+    def rate(footprint: int, threads: int, *, seconds: float) -> tuple[float, str]:
+        asked.append((threads, seconds))
+        return (9e9 if (threads, seconds) == (1, 1.0) else 1e8 * threads), ""
+
+    monkeypatch.setattr(alone, "stream_rate", rate)
+    assert alone._roof(1 << 20, 4e9, JudgeOptions(threads=2)) == 9e9
+    assert asked == [(2, 0.4), (1, 0.4), (2, 1.0), (1, 1.0)]
+    assert alone._roof(1 << 20, 1e8, JudgeOptions(threads=2)) == 2e8  # enough at once
+    assert alone._roof(1 << 20, 1e12, JudgeOptions(threads=2)) == 9e9  # the most that was seen
 
 
 def test_interval_of_pairs() -> None:
