@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from headrace.optimize.records import Target
     from headrace.optimize.whole_pack import Model
 
-INT8 = "=int8"
+FORMS = {"int8": "int8", "bf16": "none"}
+"""What may stand behind a model's name, and the --quantization that it means."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="MODEL",
         help="a model to judge it on, as `headrace serve` takes it; MODEL=int8: with its weights rounded to "
-        "8 bits. Give several: a pack for any model needs three that differ",
+        "8 bits, MODEL=bf16: not in the file's blocks. Give several: a pack for any model needs three that "
+        "differ",
     )
     add(
         "--workload",
@@ -77,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     features = arguments.features.split(",") if arguments.features else sorted(cpu_features())
     if not arguments.features:
         features = [name for name in RELEVANT_FEATURES if name in features]
-    shapes = DecoderShape.of(_config(arguments.on[0].removesuffix(INT8))[1]).as_dict()
+    shapes = DecoderShape.of(_config(_split(arguments.on[0])[0])[1]).as_dict()
     name = arguments.name or sources.resolve().name
     with tempfile.TemporaryDirectory(prefix="headrace-pack-") as scratch:
         candidates = split_candidates(sources, entries, Path(scratch))
@@ -114,14 +116,19 @@ def _config(model: str, quantization: str = "none") -> tuple[Path, DecoderConfig
     return folder, read_config(raw)
 
 
+def _split(word: str) -> tuple[str, str]:
+    """A model and the ``quantization`` that it is judged with."""
+    model, _, form = word.rpartition("=")
+    return (model, FORMS[form]) if model and form in FORMS else (word, "auto")
+
+
 def _model(word: str, entries: Sequence[KernelEntry], names: Sequence[str]) -> Model:
     """One ``--on``: its targets, and its workloads."""
     from headrace.optimize.profile.workloads import load_workload
     from headrace.optimize.targets import whole_target
     from headrace.optimize.whole_pack import Model
 
-    model = word.removesuffix(INT8)
-    quantization = "int8" if word.endswith(INT8) else "auto"
+    model, quantization = _split(word)
     folder, config = _config(model, quantization)
     longest = config.max_position_embeddings
     layer, head = (["q8_0"], ["q8_0"]) if quantization == "int8" else _formats(folder)
