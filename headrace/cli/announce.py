@@ -77,7 +77,7 @@ def curl_line(address: str, model: str, *, chat: bool, has_key: bool) -> str:
             "chat/completions",
             {
                 "model": model,
-                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "messages": [{"role": "user", "content": "Name the capital of France."}],
                 "temperature": 0,
             },
         )

@@ -20,7 +20,7 @@ import pytest
 
 from tests.system.server import Server
 
-QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_run_answers_offline(tmp_path: Path) -> None:
             "headrace.cli.main",
             "run",
             "smollm2-135m",
-            "What is the capital of France?",
+            "Name the capital of France.",
             "--temperature",
             "0",
             "--max-tokens",
@@ -241,7 +241,7 @@ def test_run_answers_offline(tmp_path: Path) -> None:
 def test_chat_talks_to_a_running_server(server: Server) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "headrace.cli.main", "chat", "--url", server.url, "--temperature", "0"],
-        input="What is the capital of France?\n/quit\n",
+        input="Name the capital of France.\n/quit\n",
         capture_output=True,
         text=True,
         check=False,
