@@ -24,6 +24,9 @@ from headrace.core.errors import CompileError, CompilerMissingError
 
 log = logging.getLogger("headrace.kernels")
 
+VERSION_S = 30.0
+"""A compiler that does not say its version in this time is none."""
+
 INCLUDE = Path(__file__).parent
 """Where headrace_kernel.h is."""
 
@@ -124,9 +127,15 @@ def cpu_features() -> frozenset[str]:
 
 
 def compiler_version(compiler: Sequence[str]) -> str:
-    """The first line of ``--version``."""
-    result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return (result.stdout or result.stderr).partition("\n")[0]
+    """The first line of ``--version``. Raises CompileError when it does not come."""
+    with tempfile.TemporaryDirectory(prefix="headrace-compiler-") as scratch:
+        status, output = _run([*compiler, "--version"], scratch, VERSION_S)
+    if status is None:
+        raise CompileError(
+            f"{' '.join(compiler)} --version gave no answer in {VERSION_S:g} s",
+            hint="name a compiler that works in CXX",
+        )
+    return output.partition("\n")[0]
 
 
 def first_errors(output: str) -> str:
@@ -147,13 +156,13 @@ def _digest(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str], scratch: str, timeout_s: float) -> tuple[int | None, str]:
-    """Exit status and stderr; None when it had to be stopped. No include paths come from the user's
+    """Exit status and what it printed; None when it had to be stopped. No include paths come from the user's
     environment, and no translated messages."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": scratch},
@@ -161,7 +170,7 @@ def _run(command: Sequence[str], scratch: str, timeout_s: float) -> tuple[int | 
     )
     with process:
         try:
-            _, output = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # the compiler proper is a child of the driver
             if isinstance(error, subprocess.TimeoutExpired):

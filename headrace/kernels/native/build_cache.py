@@ -100,8 +100,11 @@ def build_files(
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(content)
 
+        deadline = time.monotonic() + timeout_s
+
         def build(entry: KernelEntry) -> Path:
-            return compile_kernel(copy / entry.source, entry.flags, build_folder, timeout_s=timeout_s)
+            left = _left(deadline)  # with few cores one waits for another
+            return compile_kernel(copy / entry.source, entry.flags, build_folder, timeout_s=left)
 
         num_workers = max(1, min(len(manifest.kernels), num_cores()))
         with ThreadPoolExecutor(num_workers, "build") as pool:

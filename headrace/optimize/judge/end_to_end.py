@@ -302,10 +302,15 @@ def _agreement(
 
 
 def _distance(one: Position, other: Position) -> float:
-    """The largest difference in log-probability among tokens that both hold likely; infinite without any."""
+    """The largest difference in log-probability among tokens that both hold likely. Without any: the least by
+    which they must differ, as each one's likeliest token is not among the other's."""
     known = dict(other.top)
     shared = [abs(value - known[token]) for token, value in one.top if token in known]
-    return max(shared, default=float("inf"))
+    if shared:
+        return max(shared)
+    if not one.top or not other.top:
+        return float("inf")
+    return max(0.0, one.top[0][1] - other.top[-1][1], other.top[0][1] - one.top[-1][1])
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:

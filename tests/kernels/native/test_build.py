@@ -53,6 +53,18 @@ def test_an_endless_compiler_is_stopped(tmp_path: Path, monkeypatch: pytest.Monk
         compile_kernel(source(tmp_path), [], tmp_path / "built", timeout_s=0.2)
 
 
+def test_a_compiler_that_does_not_say_its_version_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "silent"
+    script.write_text("#!/bin/sh\nsleep 1000\n")  # its child holds the pipe when the shell is gone
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr("headrace.kernels.native.build.VERSION_S", 0.2)
+    with pytest.raises(CompileError, match="--version gave no answer"):
+        compile_kernel(source(tmp_path), ["-DRESULT=4"], tmp_path / "built")
+
+
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

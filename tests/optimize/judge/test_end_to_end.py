@@ -14,7 +14,8 @@ from headrace.core.packs import KernelEntry
 from headrace.models.families import read_config
 from headrace.models.fields import read_json
 from headrace.optimize.dims import op_dims
-from headrace.optimize.judge.end_to_end import EndToEnd, Setting, compare_engines
+from headrace.optimize.judge.end_to_end import EndToEnd, Setting, _distance, compare_engines
+from headrace.optimize.judge.engine_child import Position
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import build
@@ -125,3 +126,10 @@ def test_several_kernels_on_blocks(levels: int, agrees: bool, tmp_path: Path) ->
     assert setting.config.quantization == "int8"
     found = compare_engines(kernels, setting, OPTIONS, formats=["q8_0"])
     assert found.agrees is agrees, found.agreement
+
+
+def test_lists_without_a_common_token_differ_by_a_number() -> None:
+    here = Position([(1, -0.5), (2, -3.0)])
+    there = Position([(3, -1.0), (4, -2.0)])
+    assert _distance(here, there) == _distance(there, here) == 2.0  # token 3 is at most -3 here
+    assert _distance(here, Position([(2, -2.5), (5, -2.6)])) == 0.5
