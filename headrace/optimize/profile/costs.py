@@ -56,6 +56,9 @@ def call_cost(op: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> 
 
 def weight_bytes(packed: PackedLinear, rows: int) -> float:
     """Bytes of the form that a call with so many rows reads."""
+    if packed.form == "blocks":
+        assert packed.weight is not None
+        return float(packed.weight.nbytes + (0 if packed.bias is None else packed.bias.nbytes))
     size = packed.in_features * packed.out_features
     if packed.few is not None and (rows <= FEW_ROWS or packed.weight is None):
         itemsize = 2
@@ -65,10 +68,16 @@ def weight_bytes(packed: PackedLinear, rows: int) -> float:
     return float(size * itemsize + extras)
 
 
-def _embedding(token_ids: Tensor, weight: Tensor) -> Cost:
-    rows, hidden = token_ids.shape[0], weight.shape[1]
-    moved = 2.0 * rows * hidden * weight.element_size() + token_ids.nbytes
-    return Cost(rows, _name(weight.dtype), {"vocab_size": weight.shape[0], "hidden_size": hidden}, 0.0, moved)
+def _embedding(token_ids: Tensor, weight: Tensor | PackedLinear) -> Cost:
+    rows = token_ids.shape[0]
+    if isinstance(weight, PackedLinear):
+        vocab, hidden = weight.out_features, weight.in_features
+        row = weight_bytes(weight, rows) / vocab
+    else:
+        vocab, hidden = weight.shape
+        row = float(hidden * weight.element_size())
+    moved = rows * (row + hidden * weight.dtype.itemsize) + token_ids.nbytes
+    return Cost(rows, _name(weight.dtype), {"vocab_size": vocab, "hidden_size": hidden}, 0.0, moved)
 
 
 def _product(x: Tensor, packed: PackedLinear, out_bytes: float, dims: dict[str, int]) -> Cost:

@@ -12,6 +12,8 @@ import torch
 
 from headrace.core.errors import EngineError, UsageError
 from headrace.engine.engine import Engine
+from headrace.kernels.blocks import join_blocks, quantize_blocks
+from headrace.kernels.weights import blocks_linear
 from headrace.optimize.profile import instrument
 from headrace.optimize.profile.collect import profile_engine
 from headrace.optimize.profile.costs import call_cost
@@ -205,6 +207,17 @@ def test_a_window_bounds_what_attention_has_to_do(tiny: Callable[..., Path]) -> 
     assert costs[1].flops == (4 + 4 * 5) * per_pair
     assert costs[0].resident == (20 + 8 + 6) * 2 * 16 * 4
     assert costs[0].rows == 6 and costs[0].context == 19
+
+
+def test_blocks_cost_the_bytes_that_they_have() -> None:
+    buffer = join_blocks([("q8_0", quantize_blocks(torch.randn(64, 96)))], 96)
+    packed = blocks_linear(buffer, 96, dtype=torch.bfloat16)
+    ids = torch.zeros(3, dtype=torch.int64)
+    found = call_cost("embedding", (ids, packed), {})
+    assert found.dims == {"vocab_size": 64, "hidden_size": 96} and found.dtype == "bfloat16"
+    assert found.nbytes == pytest.approx(3 * (buffer.nbytes / 64 + 96 * 2) + 3 * 8)
+    head = call_cost("logits_head", (torch.zeros(1, 96, dtype=torch.bfloat16), packed), {})
+    assert head.resident == buffer.nbytes
 
 
 def test_the_roof_is_the_one_of_the_footprint() -> None:
