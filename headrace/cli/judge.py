@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.core.errors import UsageError
+from headrace.core.errors import UnavailableError, UsageError
+from headrace.core.packs import KernelEntry
 
 if TYPE_CHECKING:
     from headrace.optimize.records import Measurement, Target, Verdict
 
 VERDICT_FILE = "verdict.json"
 MEASUREMENT_FILE = "measurement.json"
+_WRITES_TARGETS = "`headrace optimize kernels` writes one for every round"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +55,13 @@ def main(arguments: argparse.Namespace) -> int:
         verdict, measurement = judge(
             folder, target, baseline_pack=pack, end_to_end=not arguments.alone, options=options
         )
-    _write(folder, verdict, measurement)
     _show(verdict, measurement)
+    try:
+        _write(folder, verdict, measurement)
+    except OSError as error:
+        raise UnavailableError(
+            f"the verdict cannot be written to {folder}: {error}", hint="judge a copy in a folder of your own"
+        ) from None
     return 0 if verdict.passed else 1
 
 
@@ -62,13 +69,40 @@ def _target(path: Path) -> Target:
     from headrace.optimize.records import Target
 
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Target)
+        target = msgspec.json.decode(path.read_bytes(), type=Target)
     except OSError as error:
-        raise UsageError(
-            f"{path}: {error.strerror}", hint="`headrace optimize kernels` writes one for every round"
-        ) from None
+        raise UsageError(f"{path}: {error.strerror}", hint=_WRITES_TARGETS) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(f"{path}: {error}", hint=_WRITES_TARGETS) from None
+    if reason := _not_whole(target):
+        raise UsageError(f"{path}: {reason}", hint=_WRITES_TARGETS)
+    return target
+
+
+def _not_whole(target: Target) -> str:
+    """Why no kernel can be judged on it, empty: it can."""
+    from headrace.kernels.native.signature import SIGNATURES
+    from headrace.optimize.judge.cases import OpProblem
+
+    if target.module:
+        return "" if target.call is not None else f"module {target.module} without its call"
+    if target.op not in SIGNATURES:
+        return f"no op is called {target.op!r}, there are {', '.join(sorted(SIGNATURES))}"
+    known = ("bfloat16", "float32")
+    kinds = [target.weight_dtype, *target.activation_dtypes, *(shape.dtype for shape in target.shapes)]
+    if unknown := sorted({kind for kind in kinds if kind not in known}):
+        return f"dtype {unknown[0]!r}, there are {' and '.join(known)}"
+    if target.max_rows < 1 or target.layers < 1 or any(shape.rows < 1 for shape in target.shapes):
+        return "max_rows, layers and every shape's rows must be at least 1"
+    if not target.shapes:
+        return "it names no shapes"
+    try:
+        probe = OpProblem(target, KernelEntry(op=target.op, source="", phases=[target.phase], max_rows=1))
+        probe.weights()
+        probe.verify_cases(0)
+    except KeyError as error:
+        return f"{target.op} needs {error.args[0]!r} in dims or floats"
+    return ""
 
 
 def _write(folder: Path, verdict: Verdict, measurement: Measurement | None) -> None:

@@ -28,7 +28,8 @@ def candidate_digest(folder: Path) -> str:
     """SHA-256 over the names and contents of ``candidate_files``, hexadecimal."""
     total = hashlib.sha256()
     for name in candidate_files(folder):
-        total.update(f"{name}\0{file_digest(folder / name)}\n".encode())
+        line = f"{name}\0{file_digest(folder / name)}\n"
+        total.update(line.encode(errors="surrogateescape"))  # names need not be UTF-8
     return total.hexdigest()
 
 

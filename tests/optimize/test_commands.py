@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.cli.main import main
@@ -16,6 +17,7 @@ from headrace.core.messages import Failed
 from headrace.optimize.registry import Registry
 from tests.cli.test_commands import PORT, Control
 from tests.optimize.fakes import Climber, World
+from tests.optimize.judge.candidates import target
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +158,35 @@ def test_no_compiler_is_said_at_once(
 def test_wrong_usage(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["optimize", "kernels", "no-such-model", *argv]) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"op": "nothing"}, "no op is called 'nothing'"),
+        ({"dims": {}}, "needs 'size'"),
+        ({"floats": {}}, "needs 'eps'"),
+        ({"shapes": []}, "names no shapes"),
+        ({"weight_dtype": "int3"}, "dtype 'int3'"),
+        ({"max_rows": 0}, "at least 1"),
+        ({"module": "model.py:Block"}, "without its call"),
+    ],
+)
+def test_a_target_that_is_not_whole(
+    changes: dict[str, object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "target.json").write_bytes(msgspec.json.encode(target(**changes)))
+    assert main(["judge", str(tmp_path)]) == 2
+    captured = capsys.readouterr().err
+    assert words in captured and "hint:" in captured
+
+
+def test_a_verdict_that_cannot_be_written_is_still_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "target.json").write_bytes(msgspec.json.encode(target()))
+    (tmp_path / "verdict.json").mkdir()
+    assert main(["judge", str(tmp_path), "--verify-only"]) == 1
+    captured = capsys.readouterr()
+    assert "malformed: no kernel.json" in captured.out
+    assert "cannot be written" in captured.err

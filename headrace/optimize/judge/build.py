@@ -34,6 +34,8 @@ from headrace.optimize.records import Target
 
 _MAX_FILE = 1 * MIB
 _MAX_FILES = 64
+_MOST_ROWS = 4096
+"""More than that in one call is not looked at, but for a target that wants it: the judge has to hold it."""
 _OUT_OF_MEMORY = ("out of memory", "memory exhausted", "Cannot allocate memory", "std::bad_alloc")
 _COMPILE = 'command=$1; shift; "$command" "$@" -o /tmp/kernel.so >&2 && cat /tmp/kernel.so'
 
@@ -63,6 +65,8 @@ def take(source: Path, target: Target, copy: Path) -> Taken:
     files = candidate_files(source)
     if ENTRY_FILE not in files:
         raise Rejected("malformed", f"no {ENTRY_FILE}")
+    if any(not name.isprintable() for name in files):
+        raise Rejected("malformed", "a file's name is not printable UTF-8")
     if len(files) > _MAX_FILES or any((source / name).stat().st_size > _MAX_FILE for name in files):
         raise Rejected("malformed", f"more than {_MAX_FILES} files, or one of more than 1 MiB")
     for name in files:
@@ -155,3 +159,6 @@ def _check_entry(entry: KernelEntry, target: Target, files: list[str]) -> None:
         raise Rejected("malformed", f"activation_dtypes: missing {missing}, unknown {unknown}")
     if not any(entry.covers_rows(shape.rows) for shape in target.shapes):
         raise Rejected("malformed", f"max_rows {entry.max_rows} covers none of the target's shapes")
+    most = max(_MOST_ROWS, target.max_rows)
+    if entry.max_rows > most:
+        raise Rejected("malformed", f"max_rows {entry.max_rows} is more than {most}; 0 covers any number")

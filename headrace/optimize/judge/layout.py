@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.core.errors import UnavailableError
 from headrace.kernels.native.abi import ALIGNMENT, DTYPES, MAX_DIMS
 from headrace.kernels.native.signature import CALL_INTS, Signature
 from headrace.optimize.judge.problem import Case, Tensors, TensorSpec
@@ -65,8 +66,15 @@ class Memory:
         """``writable``: whether a child may map it for writing."""
         size = max(PAGE, size)
         descriptor = os.memfd_create(f"headrace-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size)
-        memory = cls(descriptor, size)
+        try:
+            os.ftruncate(descriptor, size)
+            memory = cls(descriptor, size)
+        except (OSError, OverflowError) as error:
+            os.close(descriptor)
+            raise UnavailableError(
+                f"the calls that a candidate is judged on need {size / (1 << 30):.3g} GiB of {name}: {error}",
+                hint="name smaller shapes in the target, or judge on a machine with more memory",
+            ) from None
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         # our own mapping stays writable; nobody can make another one that is
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals if writable else seals | _SEAL_FUTURE_WRITE)

@@ -12,6 +12,7 @@ import pytest
 from headrace.core.errors import UnavailableError
 from headrace.optimize.judge import sandbox as module
 from headrace.optimize.judge.build import take
+from headrace.optimize.judge.layout import Memory
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.runner import build_runner
 from headrace.optimize.judge.sandbox import Cage, Caged, Limits, Sandbox
@@ -77,6 +78,7 @@ def test_refuses_where_nothing_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ({"phases": ["prefill"]}, "phases"),
         ({"activation_dtypes": ["bfloat16"]}, "float32"),
         ({"max_rows": -1}, "max_rows"),
+        ({"max_rows": 10**9}, "0 covers any number"),
         ({"weight_formats": ["q8_0"]}, "q8_0"),
     ],
 )
@@ -87,6 +89,18 @@ def test_malformed(changes: dict[str, object], words: str, tmp_path: Path) -> No
     with pytest.raises(Rejected) as caught:
         take(folder, target(), copy)
     assert caught.value.reason == "malformed" and words in caught.value.detail
+
+
+def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = candidate(tmp_path / "bad", HERE / "honest" / "plain.cpp")
+    (Path(os.fsdecode(os.fsencode(folder) + b"/\xff.h"))).touch()
+    verdict = verify(folder, target())
+    assert verdict.reason == "malformed" and "printable" in verdict.detail
+
+
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(UnavailableError, match="GiB of inputs"):
+        Memory.create("inputs", 1 << 60, writable=False)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
