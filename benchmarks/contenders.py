@@ -35,7 +35,7 @@ from benchmarks.forms import QUANTIZATION
 from benchmarks.gguf_copy import gguf_copy, matrix_bytes
 from benchmarks.int4 import int4_model
 from headrace.bench.workload import token_prompts
-from headrace.fleet.local import engine_environment
+from headrace.core.engine_environment import engine_environment
 
 MAX_MODEL_LEN = 4096
 DECODE_PROMPT = 16

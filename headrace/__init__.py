@@ -16,6 +16,9 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     # Loaded on first use: `headrace --help` must not wait for torch.
     if name == "LLM":
+        from headrace.core.engine_environment import adopt_engine_environment
+
+        adopt_engine_environment()
         from headrace.llm import LLM
 
         return LLM

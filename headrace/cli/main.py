@@ -26,6 +26,7 @@ from headrace.cli import (
     serve,
     why,
 )
+from headrace.core.engine_environment import adopt_engine_environment
 from headrace.core.errors import HeadraceError
 from headrace.core.version import __version__
 
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     command: Command = arguments.run
+    adopt_engine_environment()
     try:
         return command(arguments)
     except HeadraceError as error:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.engine_environment import ENGINE_ENVIRONMENT, engine_environment
 from headrace.core.errors import EngineError, InsufficientMemoryError
 from headrace.core.knobs import EngineConfig, GatewayConfig, LogConfig, RouterConfig
 from headrace.core.launch import GatewaySpec, ReplicaSpec, RouterSpec, ServedModelSpec
 from headrace.fleet import child
 from headrace.fleet.child import Child, start_all, stop_all
 from headrace.fleet.children import gateway_process, router_process
-from headrace.fleet.local import ENGINE_ENVIRONMENT, LocalReplica, engine_environment
+from headrace.fleet.local import LocalReplica
 from tests.fleet.children import READY, exists, install
 
 

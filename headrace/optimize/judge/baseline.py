@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from headrace.core.engine_environment import engine_environment
 from headrace.core.errors import StartupError
-from headrace.fleet.local import engine_environment
 from headrace.optimize.judge.layout import NONE, OUTPUTS, Layout, Memory, Place
 from headrace.optimize.judge.problem import Case, Problem, Tensors
 

@@ -22,10 +22,10 @@ from typing import IO
 import msgspec
 
 import headrace
+from headrace.core.engine_environment import ENGINE_ENVIRONMENT
 from headrace.core.errors import StartupError
 from headrace.core.knobs import EngineConfig
 from headrace.core.packs import NONE
-from headrace.fleet.local import ENGINE_ENVIRONMENT
 from headrace.models.resolve import ResolvedModel, resolve_model
 from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.engine_child import (

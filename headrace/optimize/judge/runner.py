@@ -18,8 +18,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from headrace.core.engine_environment import ENGINE_ENVIRONMENT
 from headrace.core.errors import StartupError
-from headrace.fleet.local import ENGINE_ENVIRONMENT
 from headrace.kernels.native.build import INCLUDE
 from headrace.models.cache import cache_folder
 from headrace.optimize.judge.layout import INPUTS, OUTPUTS, Layout

@@ -30,8 +30,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from headrace.core.engine_environment import engine_environment
 from headrace.core.errors import StartupError, UnsupportedModelError, UsageError
-from headrace.fleet.local import engine_environment
 from headrace.optimize.modules.bound import bind, find
 from headrace.optimize.modules.source import Argument, OpenModule, open_module, state
 from headrace.optimize.modules.trace import describe, run, run_wide, widened
