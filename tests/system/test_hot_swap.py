@@ -77,7 +77,7 @@ extern "C" int hr_run(const hr_call *call) {
 }
 """
 FAST = ""
-SLOW = "volatile double x = 1; for (int i = 0; i < 40000; i++) x = std::sqrt(x + i);"
+SLOW = "volatile double x = 1; for (int i = 0; i < 150000; i++) x = std::sqrt(x + i);"
 WRONG = "if (seen % 100 == 0) out[best] += 0.05f;"
 
 
@@ -95,7 +95,7 @@ def home() -> Iterator[Home]:
 def server(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # so many layers that what a head costs more than stock's does not count as slower
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    model = write_model(folder, max_len=MAX_LEN, num_hidden_layers=12)
+    model = write_model(folder, max_len=MAX_LEN, num_hidden_layers=24)
     environment = {
         **home.environment,
         "XDG_CONFIG_HOME": str(home.path / "config"),
