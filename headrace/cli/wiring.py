@@ -29,8 +29,9 @@ from headrace.core.packs import explicit_pack
 from headrace.core.routing import ReplicaStatus
 from headrace.core.version import __version__
 from headrace.fleet.control import ControlServer
+from headrace.fleet.place import LocalModel
 from headrace.fleet.runtime_directory import RuntimeDirectory
-from headrace.fleet.supervisor import LocalModel, Supervisor
+from headrace.fleet.supervisor import Supervisor
 from headrace.gateway.recorder import prepare_folder
 from headrace.gateway.server import bind_socket
 from headrace.text.tokenizer import Tokenizer

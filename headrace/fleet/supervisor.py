@@ -22,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.deployment import ModelDeployment, ReplicaDeployment
+from headrace.core.deployment import ReplicaDeployment
 from headrace.core.errors import (
     EngineError,
     InsufficientMemoryError,
@@ -40,6 +40,7 @@ from headrace.fleet.exchange import check_exchange, kv_listen
 from headrace.fleet.greeting import greeting
 from headrace.fleet.local import LocalReplica
 from headrace.fleet.packs import Pack, PackHistory, VerifyPack, first_pack
+from headrace.fleet.place import LocalModel, Place
 from headrace.fleet.rollout import Rollout
 from headrace.fleet.runtime_directory import RuntimeDirectory
 
@@ -64,46 +65,12 @@ class Registrar(Protocol):
         """UnavailableError while it does not answer."""
 
 
-@dataclass(frozen=True)
-class LocalModel:
-    """A model whose replicas run here; ``folder`` and ``revision`` are what its name resolved to."""
-
-    deployment: ModelDeployment
-    folder: Path
-    revision: str
-
-    @property
-    def name(self) -> str:
-        return self.deployment.name
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a replica runs: the first process there is named after its slot, later ones add a number."""
-
-    model: LocalModel
-    plan: ReplicaDeployment
-    generation: int = 0
-
-    @property
-    def slot(self) -> str:
-        return self.plan.id
-
-    @property
-    def role(self) -> Role:
-        return self.plan.role
-
-    @property
-    def replica_id(self) -> str:
-        return f"{self.slot}.{self.generation}" if self.generation else self.slot
-
-
 @dataclass(eq=False)
 class _Managed:
     """One replica and what the router was told of it, while ``announced``; ``loading``: bytes of weights
     done and in all."""
 
-    place: _Place
+    place: Place
     replica: LocalReplica
     endpoint: Endpoint
     announced: bool = False
@@ -170,7 +137,7 @@ class Supervisor:
         StartupError of the first that cannot start; none runs then.
         """
         self._memory_bytes = available_memory()
-        places = [_Place(model, plan) for model in self._models for plan in model.deployment.replicas]
+        places = [Place(model, plan) for model in self._models for plan in model.deployment.replicas]
         if places:
             await self._launch(places, len(places), on_loading)
 
@@ -254,7 +221,7 @@ class Supervisor:
 
     async def _launch(
         self,
-        places: Sequence[_Place],
+        places: Sequence[Place],
         total: int,
         on_loading: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -294,7 +261,7 @@ class Supervisor:
         finally:
             self._starting = [managed for managed in self._starting if managed not in added]
 
-    def _make(self, place: _Place, share: MachineShare) -> _Managed:
+    def _make(self, place: Place, share: MachineShare) -> _Managed:
         model, plan = place.model, place.plan
         spec = ReplicaSpec(
             replica_id=place.replica_id,
@@ -474,15 +441,15 @@ class Supervisor:
         if roles == {"prefill"}:
             yield f"{model.name} has no decode replica now: its prefill replicas do everything"
 
-    def _free_places(self, model: LocalModel, role: Role) -> Iterator[_Place]:
+    def _free_places(self, model: LocalModel, role: Role) -> Iterator[Place]:
         """Where more replicas of a model can run, by the lowest numbers that are free."""
         taken = self._taken_names()
         for number in itertools.count():
             name = f"{model.deployment.prefix_of(role)}{number}"
             if name not in taken:
-                yield _Place(model, ReplicaDeployment(id=name, engine=model.deployment.engine, role=role))
+                yield Place(model, ReplicaDeployment(id=name, engine=model.deployment.engine, role=role))
 
-    def _next_place(self, place: _Place) -> _Place:
+    def _next_place(self, place: Place) -> Place:
         """The same slot for the process that follows."""
         taken = self._taken_names()
         while place.replica_id in taken:

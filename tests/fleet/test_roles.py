@@ -14,8 +14,9 @@ from headrace.core.errors import InvalidRequestError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.routing import Role
 from headrace.fleet import child, supervisor
+from headrace.fleet.place import LocalModel
 from headrace.fleet.runtime_directory import RuntimeDirectory
-from headrace.fleet.supervisor import LocalModel, Supervisor
+from headrace.fleet.supervisor import Supervisor
 from tests.fleet.children import exists, install_replica
 from tests.fleet.registrars import FakeRegistrar
 

@@ -22,9 +22,10 @@ from headrace.core.knobs import EngineConfig
 from headrace.engine.packs import pack_id_of
 from headrace.fleet import child, rollout, supervisor
 from headrace.fleet.greeting import greeting
+from headrace.fleet.place import LocalModel
 from headrace.fleet.replica_link import ReplicaLink
 from headrace.fleet.runtime_directory import RuntimeDirectory
-from headrace.fleet.supervisor import LocalModel, Supervisor
+from headrace.fleet.supervisor import Supervisor
 from tests.engine.packs import write_pack
 from tests.fleet.children import install_python_packs
 from tests.fleet.registrars import FakeRegistrar

@@ -17,8 +17,9 @@ from headrace.core.knobs import EngineConfig, RouterConfig
 from headrace.core.messages import Output
 from headrace.core.request import Request, SamplingParams, pack_tokens
 from headrace.fleet import child
+from headrace.fleet.place import LocalModel
 from headrace.fleet.runtime_directory import RuntimeDirectory
-from headrace.fleet.supervisor import LocalModel, Supervisor
+from headrace.fleet.supervisor import Supervisor
 from headrace.router.dispatcher import Dispatcher
 from headrace.router.placer import LocalPlacer
 from tests.fleet.children import exists
