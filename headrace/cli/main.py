@@ -1,14 +1,17 @@
 """``headrace``: finds the command, runs it, and turns every error into one line, a hint and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. The commands of the loop
+end on SIGTERM with 143, and tidy up first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace.cli import (
     chat,
@@ -53,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.main)
+        command.set_defaults(run=module.main, unwinds=module in loop)
     return parser
 
 
@@ -62,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Command = arguments.run
     adopt_engine_environment()
     try:
-        return command(arguments)
+        with _unwinding() if arguments.unwinds else contextlib.nullcontext():
+            return command(arguments)
     except HeadraceError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
@@ -74,6 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away; nothing is left to say, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM ends what runs here as an exception does, so that what it holds (children, temporary folders)
+    is put away; a second one ends it at once."""
+
+    def unwind(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

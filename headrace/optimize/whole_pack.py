@@ -31,6 +31,7 @@ from headrace.optimize.judge.measure import END_TO_END_ABOVE, slower_phase
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import build, verified
+from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.packing import Winner
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Ratio, Target, Verdict
@@ -149,7 +150,7 @@ def _judged(
     where = f"{target.op} on {target.model} ({', '.join(target.formats)})"
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Judged)
-    with tempfile.TemporaryDirectory(prefix="headrace-judge-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix_of("judge")) as scratch:
         verdict, built = verified(candidate, target, Path(scratch), problem=None, options=options)
         if built is None:
             raise PackError(f"{where}: {verdict.reason}: {verdict.detail}")
@@ -179,7 +180,7 @@ def _together(
     formats = target.weight_formats
     ratios: dict[str, Ratio] = {}
     agreements = []
-    with tempfile.TemporaryDirectory(prefix="headrace-judge-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix_of("judge")) as scratch:
         kernels: list[Built] = []
         for number, (candidate, each) in enumerate(zip(candidates, model.targets, strict=True)):
             own = Path(scratch) / str(number)
