@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from headrace.core.knobs import GatewayConfig
 from headrace.core.wire import FrameDecoder, FrameError, encode_frame
 
 ANSWER_TIMEOUT_S = 30.0
+START_S = 120.0
+SILENCE_S = 1.0
 RECEIVE_BYTES = 1 << 16
 VERSION_HINT = "is it another version of headrace?"
 
@@ -83,6 +86,32 @@ def run_long(arguments: argparse.Namespace, message: ToServer) -> int:
     """Has the server do something that takes its time; prints what came of it."""
     print(ask(arguments, message, Done, timeout_s=None).line)
     return 0
+
+
+def ask_started(
+    port: int, message: ToServer, wanted: type[Reply], *, timeout_s: float, say: Callable[[str], None]
+) -> Reply:
+    """As ``ask_port``, of a server that may just be starting: then its port is taken and says nothing yet."""
+    deadline = time.monotonic() + START_S
+    told = False
+    while _is_silent(port) and time.monotonic() < deadline:
+        if not told:
+            say(f"waiting for the server on port {port} to start")
+            told = True
+    return ask_port(port, message, wanted, timeout_s=timeout_s)
+
+
+def _is_silent(port: int) -> bool:
+    """Whether something has the port and lets a request wait."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=SILENCE_S) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            connection.recv(1)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _replies(port: int, message: ToServer, timeout_s: float | None) -> Iterator[FromServer]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,10 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.cli.control_client import ANSWER_TIMEOUT_S, ask_started
 from headrace.cli.packs import roll_out
-from headrace.core.errors import PackError, StartupError, UsageError
+from headrace.core.control import Ps, PsReply
+from headrace.core.errors import HeadraceError, PackError, StartupError, TimeUpError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.packs import NONE
+from headrace.core.routing import FleetStatus
 from headrace.models.config import DecoderConfig, DecoderShape
 from headrace.models.families import covers, read_config
 from headrace.models.fields import read_json
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 
 PROFILE_S = 12.0
 """Seconds of passes over the workload."""
+
+PROFILE_SHARE = 0.2
+"""Of the time that is left, where that is less."""
 
 
 class KernelLoop:
@@ -70,6 +78,7 @@ class KernelLoop:
         self._config: DecoderConfig = read_config(raw)
         self._folder = resolved.folder
         self._model, self._workload, self._engine = model, workload, engine
+        self._name, self._served_name = resolved.name, ""
         self._proposer, self._limits, self._seed = proposer, limits, seed
         self._wanted = wanted
         self._op, self._port, self._approver, self._say = op, port, approver, say
@@ -94,6 +103,42 @@ class KernelLoop:
         )
         return loop.run(rounds, fresh=fresh)
 
+    def check_server(self) -> None:
+        """Raises UnavailableError where the port of --rollout has no Headrace server, UsageError where that
+        serves another model. Rounds take long; it would be known only after them."""
+        if self._port is None:
+            return
+        try:
+            reply = ask_started(self._port, Ps(), PsReply, timeout_s=ANSWER_TIMEOUT_S, say=self._say)
+        except HeadraceError as error:
+            error.hint = (
+                f"start it with `headrace serve {self._model} --port {self._port}`, or leave out --rollout: "
+                "`headrace packs rollout` does it later"
+            )
+            raise
+        self._served_name = self._find_served(reply.status)
+
+    def _find_served(self, status: FleetStatus) -> str:
+        """What the server calls this model. Its replicas look at a pack's shapes; here others are told apart
+        by name and vocabulary."""
+        own = {one.member.endpoint.model for one in status.replicas if one.member.endpoint.kind == "headrace"}
+        sizes = {info.model: info.vocab_size for info in status.models}
+        alike = sorted(name for name in own if sizes.get(name, 0) in (0, self._config.vocab_size))
+        named = [name for name in alike if name in (self._model, self._name)]
+        if len(alike) == 1 or named:
+            return (named or alike)[0]
+        served = ", ".join(sorted(own)) or "no model with replicas of its own"
+        if alike:
+            raise UsageError(
+                f"--rollout {self._port}: that server has {served}; which of them is {self._model}?",
+                hint=f"serve it under the name {self._name}",
+            )
+        raise UsageError(
+            f"--rollout {self._port}: that server has {served}, and not {self._model}, whose vocabulary is "
+            f"{self._config.vocab_size}",
+            hint="name the port of a server of this model, or leave out --rollout",
+        )
+
     def watch(
         self, *, rounds: int, every_s: float, minutes_a_day: float, targets: Mapping[str, float]
     ) -> None:
@@ -111,7 +156,11 @@ class KernelLoop:
             return self._profile(self._pack_folder(self._base))
 
         def start(minutes: float) -> Sequence[RoundEnd]:
-            ends = self.run(rounds, minutes=min(minutes, self._limits.minutes or minutes))
+            try:
+                ends = self.run(rounds, minutes=min(minutes, self._limits.minutes or minutes))
+            except TimeUpError as error:
+                self._say(error.message)
+                return []
             self._base = next((end.pack for end in reversed(ends) if end.pack), self._base)
             return ends
 
@@ -137,13 +186,25 @@ class KernelLoop:
             rollout=None if self._port is None else self._roll_out,
         )
 
-    def _profile(self, base: Path | None) -> KernelProfile:
+    def _profile(self, base: Path | None, seconds_left: float = math.inf) -> KernelProfile:
         from headrace.llm import LLM
         from headrace.optimize.profile.collect import profile_engine
 
+        deadline = time.monotonic() + seconds_left
+        seconds = min(PROFILE_S, PROFILE_SHARE * seconds_left)
         knobs = {**msgspec.structs.asdict(self._engine), "pack": str(base) if base is not None else NONE}
         with LLM(self._model, **knobs) as llm:
-            profile = profile_engine(llm.engine, self._requests(), model=self._model, seconds=PROFILE_S)
+            try:
+                profile = profile_engine(
+                    llm.engine,
+                    self._requests(),
+                    model=self._model,
+                    seconds=seconds,
+                    limit_s=deadline - time.monotonic(),
+                )
+            except TimeUpError as error:
+                error.hint = "give it more --minutes, or a shorter --workload"
+                raise
         del llm
         gc.collect()  # the weights, before the judge loads its own
         return profile
@@ -196,7 +257,7 @@ class KernelLoop:
             self._registry,
             pack,
             port=self._port,
-            model="",
+            model=self._served_name,
             approver=self._approver,
             say=lambda line: self._say(f"  {line}"),
         )

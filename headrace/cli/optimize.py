@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -126,6 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     find_compiler()  # without one no candidate can be built: said before anything is loaded
     if _is_module(arguments.model):
+        _check_class(arguments.model)
         return _module(arguments, engine.threads)
     from headrace.cli.kernel_loop import KernelLoop
     from headrace.optimize.registry import current_user
@@ -146,6 +148,7 @@ def main(arguments: argparse.Namespace) -> int:
         seed=arguments.search_seed,
         say=_say(),
     )
+    loop.check_server()
     if arguments.watch:
         targets = {"decode": arguments.max_decode_ms / 1e3, "prefill": arguments.max_prefill_ms / 1e3}
         loop.watch(
@@ -185,9 +188,26 @@ def _module(arguments: argparse.Namespace, threads: int | None) -> int:
 
 
 def _is_module(model: str) -> bool:
-    """Whether it names a module of the user's own, path.py:Class."""
+    """Whether it means a module of the user's own, path.py:Class, be it without its class."""
+    return model.endswith(".py") or model.rpartition(":")[0].endswith(".py")
+
+
+def _check_class(model: str) -> None:
+    """Raises UsageError where no class is named; its hint has those of the file, which is not run."""
     path, _, name = model.rpartition(":")
-    return path.endswith(".py") and name.isidentifier()
+    if path.endswith(".py") and name.isidentifier():
+        return
+    path = path if path.endswith(".py") else model
+    try:
+        parsed = ast.parse(Path(path).expanduser().read_bytes())
+        classes = [node.name for node in parsed.body if isinstance(node, ast.ClassDef)]
+    except (OSError, SyntaxError, ValueError):
+        classes = []  # whoever runs the file says what is wrong with it
+    named = f"; its classes are {', '.join(classes)}" if classes else ""
+    raise UsageError(
+        f"{model} is a file: which of its modules is meant must be said",
+        hint=f"headrace optimize kernels {path}:{classes[-1] if classes else 'CLASS'}{named}",
+    )
 
 
 def _code(ends: Sequence[RoundEnd]) -> int:

@@ -17,6 +17,7 @@
         ├── CorruptFileError              500  server_error                1
         ├── InsufficientMemoryError       500  server_error                1
         ├── RecordError                   500  server_error                1
+        ├── TimeUpError                   500  server_error                1
         └── PackError                     500  server_error                1
             ├── CompilerMissingError      500  server_error                1
             ├── CompileError              500  server_error                1
@@ -170,6 +171,12 @@ class RecordError(StartupError):
     kernels."""
 
     default_code = "record_refused"
+
+
+class TimeUpError(StartupError):
+    """The time that was given is over before there is anything to go on with."""
+
+    default_code = "time_up"
 
 
 class PackError(StartupError):

@@ -20,8 +20,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, TimeUpError
 from headrace.core.packs import KernelEntry
+from headrace.core.words import count
 from headrace.optimize.digest import ENTRY_FILE, HEADER, candidate_digest
 from headrace.optimize.journal import Journal, measurement_line, trial_line
 from headrace.optimize.packing import Winner
@@ -52,12 +53,13 @@ Judged: TypeAlias = "tuple[Verdict, Measurement | None]"
 class Stages:
     """What the loop calls. A baseline is the folder of the pack that runs so far, None: stock operators.
 
-    ``judge`` says whether a candidate is right and times it alone, ``confirm`` on the whole workload too; no
+    ``profile`` gets the seconds that it may take, and raises TimeUpError where they are too few. ``judge``
+    says whether a candidate is right and times it alone, ``confirm`` on the whole workload too; no
     measurement: it is not right, or was found out while it was timed. ``rollout`` None: packs are published
     and no more.
     """
 
-    profile: Callable[[Path | None], KernelProfile]
+    profile: Callable[[Path | None, float], KernelProfile]
     targets: Callable[[KernelProfile, Sequence[Tried]], list[Target]]
     judge: Callable[[Path, Target, Path | None], Judged]
     confirm: Callable[[Path, Target, Path | None], Judged]
@@ -104,7 +106,8 @@ class Loop:
     def run(self, rounds: int, *, fresh: bool = False) -> list[RoundEnd]:
         """Runs ``rounds`` rounds, the first of which goes on with one that was cut short unless ``fresh``.
 
-        It ends sooner when nothing is left to gain or the time is up.
+        It ends sooner when nothing is left to gain or the time is up. Raises TimeUpError when it is up before
+        the first profile is there.
         """
         deadline = self._clock() + 60 * self._limits.minutes if self._limits.minutes else float("inf")
         names = {"model": self._model, "workload": self._workload, "proposer": self._proposer.author}
@@ -114,13 +117,21 @@ class Loop:
         for number in range(rounds):
             left = deadline - self._clock()
             if left <= 0:
-                self._journal.line(f"the time is up after {len(done)} of {rounds} rounds")
+                self._journal.line(f"the time is up after {len(done)} of {count(rounds, 'round')}")
                 break
             one = open_round or self._store.create(**names, seed=self._seed, base_pack=base, run=run)
             open_round = None
             run = one.spec.run
-            with one.held():
-                end = self._round(one, number + 1, rounds, self._clock() + left / (rounds - number))
+            try:
+                with one.held():
+                    end = self._round(
+                        one, number + 1, rounds, self._clock() + left / (rounds - number), deadline
+                    )
+            except TimeUpError as error:  # its round is on disk, and goes on with the next command
+                if not done:
+                    raise
+                self._journal.line(error.message)
+                break
             done.append((one, end))
             base = end.pack or one.spec.base_pack
             if end.outcome == "nothing_to_gain":
@@ -128,7 +139,8 @@ class Loop:
         self._summary(done)
         return [end for _, end in done]
 
-    def _round(self, one: Round, number: int, rounds: int, deadline: float) -> RoundEnd:
+    def _round(self, one: Round, number: int, rounds: int, deadline: float, last: float) -> RoundEnd:
+        """``deadline`` is the round's own, ``last`` that of all rounds: a profile may take what is left."""
         began = self._clock()
         spec, stages, journal = one.spec, self._stages, self._journal
         journal.open(one.transcript, f"round {number} of {rounds}, {one.id}: {spec.model}, {spec.workload}")
@@ -137,7 +149,7 @@ class Loop:
 
         profile = one.load("profile", KernelProfile)
         if profile is None:
-            profile = stages.profile(base)
+            profile = stages.profile(base, last - self._clock())
             one.save("profile", profile)
             for line in _profile_lines(profile):
                 journal.line(line)
@@ -152,12 +164,16 @@ class Loop:
             one.save("bottleneck", target)
             journal.line(f"target {target.op} ({target.phase}): {target.why}")
 
-        trials = self._explore(one, target, base, began + EXPLORE_SHARE * (deadline - began))
+        trials, cut_short = self._explore(one, target, base, began + EXPLORE_SHARE * (deadline - began))
         winner = self._confirm(one, target, trials, base)
         if winner is None:
             right = sum(trial.verdict.passed for trial in trials)
             outcome: Outcome = "no_win" if trials else "no_candidate"
-            summary = f"{target.op}: {len(trials)} candidates, {right} right, none significantly faster"
+            summary = (
+                f"{target.op}: {count(len(trials), 'candidate')}, {right} right, none significantly faster"
+            )
+            if cut_short:
+                summary += f"; the time was up, {self._limits.candidates} were allowed"
             return self._end(one, began, outcome, summary, trials)
         published = one.load("publish", Published)
         if published is None:
@@ -184,20 +200,24 @@ class Loop:
             pack=published.pack if kept else "",
         )
 
-    def _explore(self, one: Round, target: Target, base: Path | None, deadline: float) -> list[Trial]:
-        """Candidates until the budget is used up, or nothing better came for a while."""
+    def _explore(
+        self, one: Round, target: Target, base: Path | None, deadline: float
+    ) -> tuple[list[Trial], bool]:
+        """Candidates until the budget is used up, or nothing better came for a while; whether it was the time
+        that ended them."""
         trials: list[Trial] = []
         best: Trial | None = None
         number = since_best = failures = 0
         recorded = len(one.numbers("propose"))
         while number < max(self._limits.candidates, recorded):
             number += 1
-            if number > recorded and (
-                (best is not None and since_best >= self._limits.patience)
-                or failures >= self._limits.failures
-                or self._clock() >= deadline
-            ):
-                break
+            if number > recorded:
+                if (best is not None and since_best >= self._limits.patience) or (
+                    failures >= self._limits.failures
+                ):
+                    break
+                if self._clock() >= deadline:
+                    return trials, True
             candidate = self._propose(one, number, target, best, trials)
             if candidate is None:
                 break
@@ -212,7 +232,7 @@ class Loop:
             best, since_best = (trial, 0) if is_best else (best, since_best + 1)
             if is_new:
                 self._journal.line(trial_line(number, trial, is_best=is_best))
-        return trials
+        return trials, False
 
     def _propose(
         self, one: Round, number: int, target: Target, best: Trial | None, trials: Sequence[Trial]
@@ -384,13 +404,13 @@ def write_candidate(folder: Path, source: CandidateSource, target: Target) -> st
 
 
 def _profile_lines(profile: KernelProfile) -> list[str]:
-    lines = [f"profiled on {profile.hardware}, {profile.threads} threads"]
+    lines = [f"profiled on {profile.hardware}, {count(profile.threads, 'thread')}"]
     for phase in profile.phases:
         top = sorted(phase.ops, key=lambda op: -op.self_s)[:3]
         shares = ", ".join(f"{op.path} {100 * op.share:.0f} %" for op in top)
         lines.append(
-            f"{phase.phase}: {1e3 * phase.step_s:.2f} ms a step of {phase.rows} rows; most of it {shares}; "
-            f"unnamed {100 * phase.unnamed_s / phase.step_s:.1f} %"
+            f"{phase.phase}: {1e3 * phase.step_s:.2f} ms a step of {count(phase.rows, 'row')}; "
+            f"most of it {shares}; unnamed {100 * phase.unnamed_s / phase.step_s:.1f} %"
         )
     return lines
 

@@ -203,7 +203,7 @@ class World:
             (self.folder / "stopped").touch()
             time.sleep(600)
 
-    def _profile(self, base: Path | None) -> KernelProfile:
+    def _profile(self, base: Path | None, seconds: float) -> KernelProfile:
         self._called(f"profile {'base' if base else 'stock'}")
         return kernel_profile(phase_profile(RECOVERABLE if base is None else AFTER_LAYER))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.cli.control_client import ask_started
 from headrace.cli.kernel_loop import KernelLoop
-from headrace.core.errors import StartupError, UsageError
+from headrace.core.control import Ps, PsReply
+from headrace.core.errors import StartupError, TimeUpError, UnavailableError, UsageError
 from headrace.core.knobs import EngineConfig
 from headrace.core.request import SamplingParams
+from headrace.core.routing import Endpoint, FleetStatus, Member, ModelInfo, ReplicaStatus
 from headrace.kernels.native import shipped
 from headrace.llm import LLM
 from headrace.optimize.digest import candidate_digest
@@ -25,6 +29,7 @@ from headrace.optimize.proposers.brief import SOURCE, default_entry, op_text, sk
 from headrace.optimize.records import KernelProfile, Measurement, Target, Verdict
 from headrace.optimize.registry import Listed, Registry, verify
 from headrace.optimize.rounds import RoundStore
+from tests.cli.test_commands import PORT, Control
 from tests.engine.shipped import PackShelf
 from tests.optimize.fakes import ratio
 from tests.system.tiny import write_model
@@ -91,6 +96,94 @@ def judged(self: KernelLoop, folder: Path, target: Target, base: Path | None, *,
         detail="",
     )
     return verdict, measurement
+
+
+def test_a_budget_that_is_too_small_for_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workload of many steps: the profile ends within the budget, and says what it lacked."""
+    model = write_model(tmp_path / "model")
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": [5, 6, 7], "max_tokens": 40}\n' * 2000)
+    loop = make_loop(model, [], workload=str(requests))
+    with pytest.raises(
+        TimeUpError, match=r"in pass \d of the 8 that a profile of requests\.jsonl needs"
+    ) as caught:
+        loop.run(1, minutes=0.1)
+    assert "--minutes" in (caught.value.hint or "")
+    assert RoundStore().rounds()[0].end is None
+
+
+def served(*names: str, vocab_size: int) -> PsReply:
+    """What a server of these models says."""
+    return PsReply(
+        FleetStatus(
+            policy="least_load",
+            replicas=[
+                ReplicaStatus(
+                    member=Member(
+                        endpoint=Endpoint(replica_id=name, model=name, address="/x", kind="headrace"),
+                        state="ready",
+                    )
+                )
+                for name in names
+            ],
+            models=[
+                ModelInfo(
+                    model=name, max_model_len=64, block_size=16, root_identity=b"", vocab_size=vocab_size
+                )
+                for name in names
+            ],
+            num_queued=0,
+        )
+    )
+
+
+def test_the_server_that_is_to_take_packs_is_looked_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    model = write_model(tmp_path / "model")
+    loop = make_loop(model, [], port=PORT)
+    size = loop._config.vocab_size
+    with pytest.raises(UnavailableError, match="no headrace server runs") as caught:
+        loop.check_server()
+    assert "--rollout" in (caught.value.hint or "")
+    control = Control()
+    try:
+        control.script = [served("other", vocab_size=size + 1)]
+        with pytest.raises(UsageError, match="that server has other, and not"):
+            loop.check_server()
+        control.script = [served("a", "b", vocab_size=size)]
+        with pytest.raises(UsageError, match="which of them"):
+            loop.check_server()
+        control.script = [served("another", str(model), vocab_size=size)]
+        loop.check_server()
+        assert loop._served_name == str(model)
+        control.script = [served("renamed", vocab_size=size)]
+        loop.check_server()
+        assert loop._served_name == "renamed"
+    finally:
+        control.close()
+
+
+def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has its port, lets requests wait, and says what it is once it runs."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as starting:
+        port = starting.getsockname()[1]
+        monkeypatch.setattr("tests.cli.test_commands.PORT", port)
+        controls: list[Control] = []
+
+        def say(line: str) -> None:
+            said.append(line)
+            controls.append(Control())
+            controls[0].script = [served("m", vocab_size=1)]
+            starting.close()
+
+        reply = ask_started(port, Ps(), PsReply, timeout_s=5.0, say=say)
+        controls[0].close()
+    assert len(said) == 1
+    assert [info.model for info in reply.status.models] == ["m"]
 
 
 def test_packs_of_two_rounds_run_in_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.errors import TimeUpError
 from headrace.optimize.loop import Limits
 from headrace.optimize.packing import read_manifest
-from headrace.optimize.records import RolloutRecord, Target, Verdict
+from headrace.optimize.records import KernelProfile, RolloutRecord, Target, Verdict
 from headrace.optimize.rounds import NoCandidate
 from tests.optimize.fakes import Climber, World
 
@@ -140,6 +141,47 @@ def test_time_that_is_up_ends_the_candidates_and_the_rounds(tmp_path: Path) -> N
     (end, *_) = loop.run(3)
     assert end.outcome == "won"
     assert 1 <= end.candidates < 20
+
+
+def test_no_win_says_whether_the_time_was_up(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (end,) = World(tmp_path / "a").loop(Climber(speeds=(0.9,))).run(1)
+    assert end.summary == "decoder_layer: 1 candidate, 1 right, none significantly faster"
+    (tmp_path / "b").mkdir()
+    now = [0.0]
+    limits = Limits(minutes=1)
+    loop = World(tmp_path / "b").loop(Climber(speeds=[0.9] * 50), limits=limits)
+    loop._clock = lambda: now.__setitem__(0, now[0] + 10) or now[0]  # type: ignore[func-returns-value]
+    (end,) = loop.run(1)
+    assert end.outcome in ("no_win", "no_candidate")
+    assert end.candidates < limits.candidates
+    assert end.summary.endswith("none significantly faster; the time was up, 24 were allowed")
+
+
+def test_a_profile_gets_what_is_left_of_the_time_and_may_need_more(tmp_path: Path) -> None:
+    given: list[float] = []
+
+    class Slow(World):
+        def _profile(self, base: Path | None, seconds: float) -> KernelProfile:
+            given.append(seconds)
+            if seconds < 100:
+                raise TimeUpError("the time was up in pass 1")
+            return super()._profile(base, seconds)
+
+    world = Slow(tmp_path)
+    with pytest.raises(TimeUpError, match="in pass 1"):
+        world.loop(Climber(), limits=Limits(minutes=1)).run(1)
+    assert 0 < given[-1] <= 60
+    # the same command with more time goes on with that round; the next one does not get a profile any more
+    now = [0.0]
+    said: list[str] = []
+    loop = world.loop(Climber(), limits=Limits(minutes=2), say=said.append)
+    loop._clock = lambda: now.__setitem__(0, now[0] + 2) or now[0]  # type: ignore[func-returns-value]
+    (end,) = loop.run(3)
+    assert end.outcome == "won"
+    assert given[-1] < 100
+    assert "  the time was up in pass 1" in said
+    assert [one.end is None for one in world.store.rounds()] == [False, True]
 
 
 @pytest.mark.parametrize("stop_at", ["profile stock", "judge 003", "confirm 003", "publish 003"])

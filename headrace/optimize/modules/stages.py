@@ -82,10 +82,10 @@ class ModuleStages:
             pack_folder=self._registry.fetch,
         )
 
-    def _profile(self, base: Path | None) -> KernelProfile:
+    def _profile(self, base: Path | None, seconds_left: float) -> KernelProfile:
         call, seconds = self._host.describe(), self._host.time(base)
         nbytes, flops = float(_bytes(call)), _flops(call)
-        roofs = measure_roofs([nbytes], ["float32"], self._options.num_threads)
+        roofs = measure_roofs([nbytes], ["float32"], self._options.num_threads, limit_s=seconds_left)
         return KernelProfile(
             model=self._name,
             revision=call.digest,

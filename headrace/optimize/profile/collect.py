@@ -11,6 +11,7 @@ up, and what a neighbour did in one run does not count.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from datetime import UTC, datetime
 import numpy as np
 
 from headrace.bench.recipe import base_recipe
-from headrace.core.errors import EngineError, UsageError
+from headrace.core.errors import EngineError, TimeUpError, UsageError
 from headrace.core.knobs import EngineConfig
+from headrace.core.words import count
 from headrace.engine.engine import Engine
 from headrace.models.cache import Progress as Loading
 from headrace.models.resolve import resolve_model
@@ -78,6 +80,8 @@ def collect(
         progress=None if loading is None else (lambda done, total: loading("loading", done, total)),
     )
     try:
+        if progress is not None:
+            progress(engine.kernels)
         if isinstance(workload, str):
             tokenizers: list[Tokenizer] = []
 
@@ -100,14 +104,17 @@ def profile_engine(
     *,
     model: str,
     seconds: float = 20.0,
+    limit_s: float = math.inf,
     roofs: Roofs | None = None,
     progress: Progress | None = None,
 ) -> KernelProfile:
     """The profile of an idle engine's ``workload``, from about ``seconds`` of passes over it.
 
     ``roofs`` of this machine are measured after them unless given. Raises UsageError for an engine on a
-    GPU, where timers around calls see launches alone, and EngineError when a step does not repeat.
+    GPU, where timers around calls see launches alone, EngineError when a step does not repeat, and
+    TimeUpError when fewer passes than are needed fit into ``limit_s``; the engine is not idle then.
     """
+    deadline = time.monotonic() + limit_s
     if engine.device.type != "cpu":
         raise UsageError(
             "profile times ops on a CPU; on a GPU they only launch work",
@@ -117,14 +124,19 @@ def profile_engine(
     say = progress or (lambda text: None)
     command = f"headrace profile {model} --workload {workload.name} --threads {engine.num_threads}"
     recipe = base_recipe(f"{command} --seconds {seconds:g}", threads=engine.num_threads)
-    say(f"running {workload.name}: {len(workload.requests)} requests")
+    say(f"running {workload.name}: {count(len(workload.requests), 'request')}")
     overhead = calibrate()
-    passes = _run_passes(engine, workload, seconds, say)
+    passes = _run_passes(engine, workload, seconds, say, deadline)
     steps = _step_profiles(passes, overhead)
     if roofs is None:
         say("measuring the machine's roofs")
         dtypes = {call.cost.dtype for calls in passes.surveyed for call in calls if call.cost is not None}
-        roofs = measure_roofs(streamed(steps), dtypes & {"float32", "bfloat16"}, engine.num_threads)
+        roofs = measure_roofs(
+            streamed(steps),
+            dtypes & {"float32", "bfloat16"},
+            engine.num_threads,
+            limit_s=deadline - time.monotonic(),
+        )
     hello = engine.hello_fields
     return KernelProfile(
         model=model,
@@ -142,28 +154,43 @@ def profile_engine(
     )
 
 
-def _run_passes(engine: Engine, workload: Workload, seconds: float, say: Progress) -> _Passes:
+def _run_passes(
+    engine: Engine, workload: Workload, seconds: float, say: Progress, deadline: float
+) -> _Passes:
     instrument = Instrument(engine)
     passes = _Passes()
+    number = -2
+
+    def check_time(_: StepTime | None = None) -> None:
+        if time.monotonic() > deadline:
+            raise TimeUpError(
+                f"the time was up in pass {number + 3} of the {MIN_PASSES + 2} that a profile of "
+                f"{workload.name} needs at least",
+                hint="give it more time, or a shorter workload",
+            )
+
     try:
-        admissions = run(engine, workload).admissions
+        check_time()
+        admissions = run(engine, workload, after_step=check_time).admissions
+        number += 1
 
         def surveyed(step: StepTime) -> None:
+            check_time()
             passes.surveyed.append(instrument.survey.take())
             passes.phases.append(step.phase)
 
         instrument.put_on(survey=True)
         run(engine, workload, admissions=admissions, after_step=surveyed)
-        count = len(passes.surveyed)
-        passes.timed = [[] for _ in range(count)]
-        passes.bare = [[] for _ in range(count)]
+        num_steps = len(passes.surveyed)
+        passes.timed = [[] for _ in range(num_steps)]
+        passes.bare = [[] for _ in range(num_steps)]
         until = time.monotonic() + seconds
         number = 0
         while number < MIN_PASSES or number % 2 or time.monotonic() < until:
             instrument.take_off()
-            _timed_pass(engine, workload, admissions, instrument, passes, number)
+            _timed_pass(engine, workload, admissions, instrument, passes, number, check_time)
             number += 1
-        say(f"{number} passes over {count} steps")
+        say(f"{number} passes over {count(num_steps, 'step')}")
     finally:
         instrument.take_off()
     return passes
@@ -176,9 +203,10 @@ def _timed_pass(
     instrument: Instrument,
     passes: _Passes,
     number: int,
+    check_time: Callable[[], None],
 ) -> None:
     """Times the steps whose number plus the pass's is even."""
-    count = len(passes.surveyed)
+    num_steps = len(passes.surveyed)
     done = 0
 
     def is_timed() -> bool:
@@ -186,7 +214,8 @@ def _timed_pass(
 
     def after_step(step: StepTime) -> None:
         nonlocal done
-        if done >= count or step.phase != passes.phases[done]:
+        check_time()
+        if done >= num_steps or step.phase != passes.phases[done]:
             raise EngineError(f"step {done} of the workload is another one in pass {number}: no profile")
         if is_timed():
             passes.timed[done].append((instrument.take_readings(), step.seconds))

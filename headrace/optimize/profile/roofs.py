@@ -8,6 +8,7 @@ On a CUDA device (``--device cuda``) reads are timed by a copy, which moves ever
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -17,8 +18,9 @@ import msgspec
 import torch
 
 from headrace.bench.roofs import gemm_rate, stream_rate
-from headrace.core.errors import EngineError
+from headrace.core.errors import EngineError, TimeUpError
 from headrace.core.machine import available_memory, num_cores
+from headrace.core.words import count
 from headrace.optimize.records import Roofs
 
 MIB = 1024**2
@@ -29,15 +31,24 @@ _NEARLY_THE_SAME = 1.1
 _CUDA_SHAPE = 8192
 
 
-def measure_roofs(footprints: Iterable[float], dtypes: Iterable[str], threads: int) -> Roofs:
+def measure_roofs(
+    footprints: Iterable[float], dtypes: Iterable[str], threads: int, *, limit_s: float = math.inf
+) -> Roofs:
     """Stream rates at ``footprints`` in bytes and at a near one, product rates of ``dtypes``; takes about a
-    second each. Raises EngineError when the measurement fails."""
+    second each. Raises EngineError when the measurement fails, TimeUpError when it takes more than
+    ``limit_s``."""
     command = [sys.executable, "-m", __name__, "--threads", str(threads)]
     for footprint in _apart([NEAR_FOOTPRINT, *(_measurable(size) for size in footprints)]):
         command += ["--footprint", str(footprint)]
     for dtype in sorted(set(dtypes)):
         command += ["--dtype", dtype]
-    done = subprocess.run(command, capture_output=True, check=False)
+    timeout = None if math.isinf(limit_s) else max(0.0, limit_s)
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise TimeUpError(
+            "the time was up before the machine's roofs were measured", hint="give it more time"
+        ) from None
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise EngineError(f"the machine's roofs could not be measured: {''.join(last) or done.returncode}")
@@ -64,7 +75,9 @@ def _on_cpu(footprints: list[int], dtypes: list[str], threads: int) -> Roofs:
     for footprint in footprints:
         stream[footprint], method = stream_rate(footprint, threads)
     gemm = {dtype: gemm_rate(getattr(torch, dtype), threads) for dtype in dtypes}
-    return Roofs(stream=stream, gemm=gemm, method=f"{method}; torch.mm; {threads} threads, best of a second")
+    return Roofs(
+        stream=stream, gemm=gemm, method=f"{method}; torch.mm; {count(threads, 'thread')}, best of a second"
+    )
 
 
 def _on_cuda(footprints: list[int], dtypes: list[str]) -> Roofs:

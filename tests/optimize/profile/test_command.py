@@ -25,6 +25,7 @@ def test_a_model_on_a_file_of_requests(
     command = ["profile", str(tiny("llama")), "--workload", str(requests), *ENGINE]
     assert main([*command, "--json", str(record), "--html", str(page)]) == 0
     shown = capsys.readouterr()
+    assert "kernels: " in shown.err
     assert "decoder_layer" in shown.out and "measuring the machine's roofs" in shown.err
     profile = msgspec.json.decode(record.read_bytes(), type=KernelProfile)
     assert [phase.phase for phase in profile.phases] == ["prefill", "decode"]
