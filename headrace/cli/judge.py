@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.core.errors import UnavailableError, UsageError
 from headrace.core.packs import KernelEntry
+from headrace.core.words import count
 
 if TYPE_CHECKING:
     from headrace.optimize.records import Measurement, Target, Verdict
@@ -121,7 +122,7 @@ def _show(verdict: Verdict, measurement: Measurement | None) -> None:
         for each in verdict.errors:
             shape = each.shape
             print(
-                f"  {shape.phase}, {shape.rows} rows, context {shape.context}, {shape.dtype}: error "
+                f"  {shape.phase}, {count(shape.rows, 'row')}, context {shape.context}, {shape.dtype}: error "
                 f"{each.error:.2g} of {each.limit:.2g} allowed (stock {each.stock_error:.2g})"
             )
     if measurement is not None:

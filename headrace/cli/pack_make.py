@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import UsageError
+from headrace.core.words import count
 
 if TYPE_CHECKING:
     from headrace.core.packs import KernelEntry
@@ -100,7 +101,9 @@ def main(arguments: argparse.Namespace) -> int:
             round_id=f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}",
             keys=Keys(),
         )
-    print(f"{identity[:12]} in {out}: {len(entries)} kernels, judged on {len(models)} models")
+    print(
+        f"{identity[:12]} in {out}: {count(len(entries), 'kernel')}, judged on {count(len(models), 'model')}"
+    )
     return 0
 
 

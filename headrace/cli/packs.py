@@ -13,6 +13,7 @@ from headrace.cli.control_client import add_port, ask_port, port_of
 from headrace.cli.ps import PIPE_WIDTH
 from headrace.core.control import PACK_REFUSED, PACK_ROLLED_BACK, Done, Rollback, Rollout
 from headrace.core.errors import HeadraceError, PackError
+from headrace.core.words import count
 
 if TYPE_CHECKING:
     from headrace.core.packs import PackManifest
@@ -165,7 +166,7 @@ def _show(arguments: argparse.Namespace) -> int:
         f"folder    {folder}",
     ]
     for entry in manifest.kernels:
-        rows = f"up to {entry.max_rows} rows" if entry.max_rows else "any number of rows"
+        rows = f"up to {count(entry.max_rows, 'row')}" if entry.max_rows else "any number of rows"
         says = ", the same bits in any batch" if entry.batch_invariant else ""
         lines += [
             "",
@@ -190,8 +191,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folder, manifest = _found(arguments)
     evidence = sum(len(read_evidence(folder, entry)) for entry in manifest.kernels)
-    kernels = f"evidence of {len(manifest.kernels)} kernels, {evidence} judgements"
-    print(f"{pack_id(folder)[:12]} holds: signature, {len(manifest.files)} files, {kernels}")
+    kernels = f"evidence of {count(len(manifest.kernels), 'kernel')}, {count(evidence, 'judgement')}"
+    print(f"{pack_id(folder)[:12]} holds: signature, {count(len(manifest.files), 'file')}, {kernels}")
     missing = sorted(set(manifest.conditions.cpu_features) - cpu_features())
     if missing:
         print(f"it does not run on this machine, which lacks {', '.join(missing)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.packs import print_table
+from headrace.core.words import count
 
 if TYPE_CHECKING:
     from headrace.optimize.proposal import Trial
@@ -100,7 +101,9 @@ def _show(arguments: argparse.Namespace) -> int:
     ]
     profile = one.load("profile", KernelProfile)
     for phase in profile.phases if profile is not None else ():
-        lines.append(f"profile   {phase.phase}: {1e3 * phase.step_s:.2f} ms a step of {phase.rows} rows")
+        lines.append(
+            f"profile   {phase.phase}: {1e3 * phase.step_s:.2f} ms a step of {count(phase.rows, 'row')}"
+        )
     target = one.load("bottleneck", Target)
     if target is not None:
         lines.append(f"target    {target.op}: {target.why}")
@@ -129,7 +132,7 @@ def _show(arguments: argparse.Namespace) -> int:
             elif shown:
                 print("\n".join(shown))
             if len(text) > len(shown):
-                print(f"     … {len(text) - len(shown)} more lines, --full shows them")
+                print(f"     … {count(len(text) - len(shown), 'more line')}, --full shows them")
         confirmed = one.load("confirm", Measurement, number)
         if confirmed is not None:
             print(f"     {measurement_line(confirmed)}")

@@ -35,6 +35,7 @@ from headrace.core.launch import MachineShare, ReplicaSpec
 from headrace.core.machine import available_memory
 from headrace.core.messages import Hello
 from headrace.core.routing import Endpoint, FleetStatus, ReplicaStatus, Role
+from headrace.core.words import count
 from headrace.fleet.child import start_all, stop_all
 from headrace.fleet.exchange import check_exchange, kv_listen
 from headrace.fleet.greeting import greeting
@@ -164,7 +165,7 @@ class Supervisor:
             for line in self._lonely(chosen):
                 report(line)
             noun = "replica" if role == "unified" else f"{role} replica"
-            return f"{chosen.name} runs {_count(replicas, noun)} (before: {len(present)})"
+            return f"{chosen.name} runs {count(replicas, noun)} (before: {len(present)})"
 
     async def reload(self, target: str, report: Report) -> str:
         """Replaces the replicas of a model, or one replica, by new processes, one after the other.
@@ -179,7 +180,7 @@ class Supervisor:
                 report(f"starting {place.replica_id} in place of {old.id}")
                 await self._launch([place], len(self._managed))
                 await self._retire(old, report)
-            return f"reloaded {_count(len(chosen), 'replica')}"
+            return f"reloaded {count(len(chosen), 'replica')}"
 
     async def roll_out(self, model: str, folder: str, approver: str, report: Report) -> str:
         """Has the replicas of a model (empty: the only one) run a pack, a canary first. Raises PackError,
@@ -460,10 +461,6 @@ class Supervisor:
         workers = {worker.id for model in self._models for worker in model.deployment.workers}
         slots = {managed.place.slot for managed in self._managed.values()}
         return {*self._managed, *slots, *workers}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ import msgspec
 
 from headrace.core.errors import PackError
 from headrace.core.packs import KernelEntry, PackConditions, PackManifest
+from headrace.core.words import count
 from headrace.optimize.digest import candidate_digest, candidate_files, file_digest
 from headrace.optimize.keys import Keys, Signature
 from headrace.optimize.records import Measurement, Target, Verdict
@@ -175,6 +176,10 @@ def verify_pack(folder: Path, keys: Keys | None = None) -> PackManifest:
             raise PackError(
                 f"pack {folder.name}: {relative} is not the file that was signed (its digest differs)"
             )
+    if not manifest.kernels:
+        raise PackError(
+            f"pack {folder.name}: it holds no kernels", hint="name some in its pack.json and sign it"
+        )
     for entry in manifest.kernels:
         _check_kernel(folder, entry)
         _check_any_model(folder, entry, manifest.conditions)
@@ -230,7 +235,7 @@ def _check_any_model(folder: Path, entry: KernelEntry, conditions: PackCondition
     if len(different) < ANY_MODEL:
         raise PackError(
             f"pack {folder.name}: its conditions name no shapes, so that it runs on any model, and "
-            f"{entry.op} was judged on {len(different)} targets of different dimensions or formats",
+            f"{entry.op} was judged on {count(len(different), 'target')} of different dimensions or formats",
             hint=f"judge it on {ANY_MODEL} at least, or name the shapes of the model that it is for",
         )
 

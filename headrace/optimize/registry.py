@@ -62,6 +62,11 @@ class Registry:
             raise UsageError(
                 f"--registry {self.url}: {error}", hint="a folder, or a URL that fsspec can open"
             ) from error
+        if self._local is not None and self._local.exists() and not self._local.is_dir():
+            raise UsageError(
+                f"--registry {self.url} is a file",
+                hint="a registry is a folder, or a URL that fsspec can open",
+            )
 
     @property
     def _local(self) -> Path | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from headrace.core.words import count
 from headrace.kernels.linear import FEW_ROWS
 from headrace.kernels.native.signature import SIGNATURES
 from headrace.models.config import DecoderConfig
@@ -196,7 +197,7 @@ def _why(entry: OpProfile, worth: _Worth, shape: CallShape) -> str:
     return (
         f"{entry.path} takes {100 * share:.0f} % of a {worth.phase.phase} step of "
         f"{1e3 * worth.phase.step_s:.2f} ms and runs at {100 * entry.roof_share:.0f} % of its roof "
-        f"({entry.bound}-bound, {shape.rows} rows): at the roof a step saves "
+        f"({entry.bound}-bound, {count(shape.rows, 'row')}): at the roof a step saves "
         f"{1e3 * entry.recoverable_s:.2f} ms, the workload runs {_gain(worth.share):.2f}x"
     )
 

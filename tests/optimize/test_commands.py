@@ -160,6 +160,23 @@ def test_wrong_usage(argv: list[str], error: str, capsys: pytest.CaptureFixture[
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["model.py", "model.py:", "model.py:My Block"])
+def test_a_file_without_its_class(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text("raise SystemExit\nclass Norm: ...\nclass Block: ...\n")
+    assert main(["optimize", "kernels", f"{tmp_path}/{name}"]) == 2
+    captured = capsys.readouterr().err
+    assert f"{tmp_path}/model.py:Block; its classes are Norm, Block" in captured
+    assert main(["optimize", "kernels", "nowhere.py"]) == 2
+    assert "nowhere.py:CLASS" in capsys.readouterr().err
+
+
+def test_a_registry_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["packs", "list", "--registry", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert main(["packs", "list", "--registry", str(tmp_path / "nothing there")]) == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -185,7 +185,7 @@ def test_any_model_needs_several_targets(tmp_path: Path, keys: Keys) -> None:
         folder = tmp_path / "few"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        with pytest.raises(PackError, match=r"runs on any model, and .* judged on [12] targets"):
+        with pytest.raises(PackError, match=r"runs on any model, and .* judged on [12] targets? of"):
             make_pack(folder, *few, **says)
     folder = tmp_path / "any"
     folder.mkdir()
@@ -230,6 +230,17 @@ def test_a_signed_pack_whose_evidence_is_of_another_kernel_is_refused(
     (pack / "pack.json").write_bytes(body)
     (pack / "signature.json").write_bytes(msgspec.json.encode(keys.sign(body)))
     with pytest.raises(PackError, match="its verdict is about other files"):
+        verify_pack(pack, keys)
+
+
+def test_a_signed_pack_without_kernels_is_refused(tmp_path: Path, pack: Path, keys: Keys) -> None:
+    shutil.rmtree(pack / "kernels")
+    shutil.rmtree(pack / "evidence")
+    empty = msgspec.structs.replace(read_manifest(pack), kernels=[], files={})
+    body = msgspec.json.encode(empty)
+    (pack / "pack.json").write_bytes(body)
+    (pack / "signature.json").write_bytes(msgspec.json.encode(keys.sign(body)))
+    with pytest.raises(PackError, match="it holds no kernels"):
         verify_pack(pack, keys)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from headrace.core.words import count
 from headrace.kernels.native.signature import Role, Signature
 from headrace.optimize.records import CallShape
 
@@ -76,7 +77,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.shape.phase}/{self.shape.rows} rows, context {self.shape.context}, {self.shape.dtype}"
+        shape = self.shape
+        return f"{shape.phase}/{count(shape.rows, 'row')}, context {shape.context}, {shape.dtype}"
 
     def slots(self, *roles: Role) -> list[str]:
         return [spec.slot for spec in self.tensors if spec.role in roles]

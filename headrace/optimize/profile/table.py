@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.core.words import count
 from headrace.optimize.profile.roofline import depth, is_kernel
 from headrace.optimize.records import KernelProfile, OpProfile, PhaseProfile
 
@@ -71,7 +72,8 @@ def totals(phase: PhaseProfile) -> list[tuple[str, float]]:
 
 def title(phase: PhaseProfile) -> str:
     text = (
-        f"{phase.phase}: {phase.num_steps} steps of {phase.rows} rows (median), {phase.step_s * 1e3:.3f} ms"
+        f"{phase.phase}: {count(phase.num_steps, 'step')} of {count(phase.rows, 'row')} (median), "
+        f"{phase.step_s * 1e3:.3f} ms"
     )
     if phase.footprint:
         text += f", {phase.footprint / 1e6:,.1f} MB of weights and cache"
@@ -123,7 +125,7 @@ def recipe_line(profile: KernelProfile) -> str:
 def headline(profile: KernelProfile) -> str:
     parts = [profile.model, profile.workload, profile.hardware, profile.dtype]
     if profile.threads:
-        parts.append(f"{profile.threads} threads")
+        parts.append(count(profile.threads, "thread"))
     parts.append(profile.source)
     if profile.packs:
         parts.append(f"packs {', '.join(profile.packs)}")
