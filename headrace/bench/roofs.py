@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from headrace.bench.peaks import peak_rate
+
 _STREAM_SOURCE = r"""
 #include <stdint.h>
 #include <stddef.h>
@@ -66,17 +68,27 @@ def stream_rate(footprint: int, threads: int, *, seconds: float = 1.0) -> tuple[
 
 
 def gemm_rate(dtype: torch.dtype, threads: int, *, seconds: float = 1.0) -> float:
-    """Best floating-point operations per second of ``torch.mm`` over a few large shapes."""
+    """Best operations per second of ``torch.mm`` over a few large shapes; of bytes those of
+    ``torch._int_mm``, 0 where this torch has none."""
+    multiply = torch.mm if dtype.is_floating_point else getattr(torch, "_int_mm", None)
+    if multiply is None:
+        return 0.0
     previous = torch.get_num_threads()
     torch.set_num_threads(threads)
     best = 0.0
     for rows, inner, columns in _GEMM_SHAPES:
         left = torch.randn(rows, inner).to(dtype)
         right = torch.randn(columns, inner).to(dtype).t()
-        taken = _best_time(partial(torch.mm, left, right), seconds / len(_GEMM_SHAPES))
+        taken = _best_time(partial(multiply, left, right), seconds / len(_GEMM_SHAPES))
         best = max(best, 2.0 * rows * inner * columns / taken)
     torch.set_num_threads(previous)
     return best
+
+
+def product_rate(dtype: str, threads: int, *, seconds: float = 1.0) -> float:
+    """Best operations per second of products in ``dtype`` ("float32", "bfloat16", "int8" for bytes summed in
+    32 bits): torch's own, or more where the cores' instruction for it could do more. 0: not measured."""
+    return max(gemm_rate(getattr(torch, dtype), threads, seconds=seconds), peak_rate(dtype, threads))
 
 
 def _best_time(call: Callable[[], object], seconds: float) -> float:

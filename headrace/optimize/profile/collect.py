@@ -130,10 +130,11 @@ def profile_engine(
     steps = _step_profiles(passes, overhead)
     if roofs is None:
         say("measuring the machine's roofs")
-        dtypes = {call.cost.dtype for calls in passes.surveyed for call in calls if call.cost is not None}
+        costs = [call.cost for calls in passes.surveyed for call in calls if call.cost is not None]
+        dtypes = {kind for cost in costs for kind in (cost.dtype, *cost.products)}
         roofs = measure_roofs(
             streamed(steps),
-            dtypes & {"float32", "bfloat16"},
+            dtypes & {"float32", "bfloat16", "int8"},
             engine.num_threads,
             limit_s=deadline - time.monotonic(),
         )

@@ -5,20 +5,24 @@
              once; what a composite passes from part to part counts for the parts alone
 
 So a composite's bytes are those of one fused kernel, and the difference to its parts' is what fusing saves.
+Which rate bounds a product follows from what is stored, as a kernel may compute in no less: weights in blocks
+multiply as bytes (activations are rounded to bytes too), other weights, keys and values in their own dtype.
 ``resident`` are the bytes that stay where they are from step to step (weights, the cache): what a step
 streams through, and thus the footprint of the roof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.blocks import read_parts
 from headrace.kernels.cache import LayerKV
 from headrace.kernels.linear import FEW_ROWS
 from headrace.kernels.weights import (
@@ -34,11 +38,13 @@ _NORM_FLOPS = 4
 _ROPE_FLOPS = 3
 _ACTIVATION_FLOPS = 6
 _SOFTMAX_FLOPS = 4
+_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One call. ``context`` is the median of the cached tokens of its sequences, 0 where it sees no cache."""
+    """One call. ``context`` is the median of the cached tokens of its sequences, 0 where it sees no cache.
+    ``products`` are those of ``flops`` that are not computed in ``dtype`` at best, by what they are in."""
 
     rows: int
     dtype: str
@@ -47,6 +53,7 @@ class Cost:
     nbytes: float
     resident: float = 0.0
     context: int = 0
+    products: Mapping[str, float] = field(default_factory=dict)
 
 
 def call_cost(op: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Cost:
@@ -83,8 +90,10 @@ def _embedding(token_ids: Tensor, weight: Tensor | PackedLinear) -> Cost:
 def _product(x: Tensor, packed: PackedLinear, out_bytes: float, dims: dict[str, int]) -> Cost:
     rows = x.shape[0]
     weight = weight_bytes(packed, rows)
-    flops = 2.0 * rows * packed.in_features * packed.out_features
-    return Cost(rows, _name(x.dtype), dims, flops, x.nbytes + weight + out_bytes, weight)
+    products = _products(rows, packed)
+    flops = sum(products.values())
+    moved = x.nbytes + weight + out_bytes
+    return Cost(rows, _name(x.dtype), dims, flops, moved, weight, products=products)
 
 
 def _linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Cost:
@@ -140,7 +149,8 @@ def _attention(
         "window": spec.sliding_window or 0,
     }
     moved = q.nbytes + k.nbytes + v.nbytes + out + cache
-    return Cost(rows, _name(q.dtype), dims, flops, moved, cache, _context(batch))
+    products = {_name(kv.keys.dtype): flops}
+    return Cost(rows, _name(q.dtype), dims, flops, moved, cache, _context(batch), products)
 
 
 def _attended(kv: LayerKV, batch: AttentionBatch, spec: AttentionSpec) -> tuple[float, float]:
@@ -164,8 +174,9 @@ def _mlp_block(x: Tensor, weights: MLPWeights, residual: Tensor | None = None) -
     weight = weight_bytes(weights.gate_up, rows) + weight_bytes(weights.down, rows)
     dims = {"hidden_size": x.shape[1], "intermediate_size": inner}
     moved = x.nbytes * (2.0 if residual is None else 3.0) + weight
-    flops = _products(rows, weights.gate_up, weights.down) + _ACTIVATION_FLOPS * rows * inner
-    return Cost(rows, _name(x.dtype), dims, flops, moved, weight)
+    products = _products(rows, weights.gate_up, weights.down)
+    flops = sum(products.values()) + _ACTIVATION_FLOPS * rows * inner
+    return Cost(rows, _name(x.dtype), dims, flops, moved, weight, products=products)
 
 
 def _attention_block(
@@ -178,10 +189,11 @@ def _attention_block(
     residual: Tensor | None = None,
 ) -> Cost:
     rows, spec = x.shape[0], weights.spec
-    flops, cache = _attended(kv, batch, spec)
+    attended, cache = _attended(kv, batch, spec)
     weight = weight_bytes(weights.qkv, rows) + weight_bytes(weights.out, rows)
     heads = spec.num_heads + spec.num_kv_heads
-    flops += _products(rows, weights.qkv, weights.out) + _ROPE_FLOPS * rows * heads * cos.shape[-1]
+    products = _products(rows, weights.qkv, weights.out) + Counter({_name(kv.keys.dtype): attended})
+    flops = sum(products.values()) + _ROPE_FLOPS * rows * heads * cos.shape[-1]
     if weights.q_norm is not None:
         flops += _NORM_FLOPS * rows * heads * spec.head_dim
     dims = {
@@ -194,7 +206,7 @@ def _attention_block(
         "window": spec.sliding_window or 0,
     }
     moved = x.nbytes * (2.0 if residual is None else 3.0) + weight + cache + cos.nbytes + sin.nbytes
-    return Cost(rows, _name(x.dtype), dims, flops, moved, weight + cache, _context(batch))
+    return Cost(rows, _name(x.dtype), dims, flops, moved, weight + cache, _context(batch), products)
 
 
 def _decoder_layer(
@@ -221,11 +233,22 @@ def _decoder_layer(
         moved,
         attention.resident + mlp.resident,
         attention.context,
+        Counter(attention.products) + Counter(mlp.products),
     )
 
 
-def _products(rows: int, *weights: PackedLinear) -> float:
-    return sum(2.0 * rows * packed.in_features * packed.out_features for packed in weights)
+def _products(rows: int, *weights: PackedLinear) -> Counter[str]:
+    """Operations of products by the dtype that they can be computed in at best."""
+    found: Counter[str] = Counter()
+    for packed in weights:
+        parts = [(_name(packed.dtype), packed.out_features)]
+        if packed.form == "blocks":
+            assert packed.weight is not None
+            parts = [(part.format, part.rows) for part in read_parts(packed.weight)]
+        for kind, columns in parts:
+            kind = kind if kind in _FLOATS else "int8"
+            found[kind] += 2.0 * rows * packed.in_features * columns  # type: ignore[assignment]
+    return found
 
 
 def _context(batch: AttentionBatch) -> int:

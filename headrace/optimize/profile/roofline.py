@@ -6,13 +6,16 @@ attainable = min(intensity * stream rate, product rate)     (Williams et al., CA
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from headrace.optimize.records import BoundClass, OpProfile, Roofs
 
 # An op that takes so much longer than both roofs allow is held up by neither of them.
 _OVERHEAD_SHARE = 0.1
 _FALLBACK_DTYPE = "float32"
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,23 @@ class Ceilings:
         return "compute" if flops / self.gemm > nbytes / self.stream else "memory"
 
 
-def ceilings(roofs: Roofs, footprint: float, dtype: str) -> Ceilings:
-    """Those of an op with such a footprint: the stream rate of the nearest that was measured."""
+def ceilings(
+    roofs: Roofs, footprint: float, dtype: str, flops: float = 0.0, products: Mapping[str, float] = _NONE
+) -> Ceilings:
+    """Those of an op with such a footprint: the stream rate of the nearest that was measured. Of ``flops``
+    the ``products`` are in the dtypes that they name, the rest in ``dtype``: together they have one rate."""
     nearest = min(roofs.stream, key=lambda size: abs(math.log(size / max(footprint, 1.0))), default=None)
-    gemm = roofs.gemm.get(dtype) or roofs.gemm.get(_FALLBACK_DTYPE) or math.inf
-    return Ceilings(math.inf if nearest is None else roofs.stream[nearest], gemm)
+    stream = math.inf if nearest is None else roofs.stream[nearest]
+    if not flops:
+        return Ceilings(stream, _rate(roofs, dtype))
+    seconds = sum(part / _rate(roofs, kind) for kind, part in products.items())
+    seconds += max(0.0, flops - sum(products.values())) / _rate(roofs, dtype)
+    return Ceilings(stream, flops / seconds if seconds else math.inf)
 
 
-def attainable(roofs: Roofs, footprint: float, dtype: str, intensity: float) -> float:
-    """FLOP per second that the roofs allow at an intensity."""
-    found = ceilings(roofs, footprint, dtype)
-    return min(intensity * found.stream, found.gemm)
+def _rate(roofs: Roofs, dtype: str) -> float:
+    """Of products in ``dtype``. Bytes have no stand-in: where they were not measured they have no roof."""
+    return roofs.gemm.get(dtype) or (dtype != "int8" and roofs.gemm.get(_FALLBACK_DTYPE)) or math.inf
 
 
 def is_kernel(op: OpProfile) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 
-from headrace.bench.roofs import gemm_rate, stream_rate
+from headrace.bench.roofs import product_rate, stream_rate
 from headrace.core.errors import EngineError, TimeUpError
 from headrace.core.machine import available_memory, num_cores
 from headrace.core.words import count
@@ -29,6 +29,7 @@ NEAR_FOOTPRINT = MIB
 _LARGEST_FOOTPRINT = 4096 * MIB
 _NEARLY_THE_SAME = 1.1
 _CUDA_SHAPE = 8192
+DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 def measure_roofs(
@@ -74,9 +75,13 @@ def _on_cpu(footprints: list[int], dtypes: list[str], threads: int) -> Roofs:
     stream, method = {}, ""
     for footprint in footprints:
         stream[footprint], method = stream_rate(footprint, threads)
-    gemm = {dtype: gemm_rate(getattr(torch, dtype), threads) for dtype in dtypes}
+    rates = {dtype: product_rate(dtype, threads) for dtype in dtypes}
+    gemm = {dtype: rate for dtype, rate in rates.items() if rate}
     return Roofs(
-        stream=stream, gemm=gemm, method=f"{method}; torch.mm; {count(threads, 'thread')}, best of a second"
+        stream=stream,
+        gemm=gemm,
+        method=f"{method}; the better of torch's products and the multiply-add instruction; "
+        f"{count(threads, 'thread')}, best of a second",
     )
 
 
@@ -110,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=num_cores(), metavar="N")
     parser.add_argument("--footprint", type=int, action="append", default=[], metavar="BYTES")
-    parser.add_argument("--dtype", action="append", default=[], choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", action="append", default=[], choices=DTYPES)
     arguments = parser.parse_args(argv)
     dtypes = arguments.dtype or ["float32", "bfloat16"]
     if arguments.device == "cuda":

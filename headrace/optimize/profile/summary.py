@@ -81,6 +81,7 @@ class _Entry:
     least_s: float = 0.0
     footprint: float = 0.0
     dtype: str = ""
+    products: Counter[str] = field(default_factory=Counter)
 
 
 def middle_half(times: Sequence[float]) -> list[int]:
@@ -168,7 +169,9 @@ def _add_cost(entry: _Entry, call: Call, footprint: float, roofs: Roofs) -> None
     entry.footprint = footprint if cost.resident else cost.nbytes
     entry.flops += cost.flops
     entry.nbytes += cost.nbytes
-    entry.least_s += ceilings(roofs, entry.footprint, cost.dtype).seconds(cost.flops, cost.nbytes)
+    entry.products.update(cost.products)
+    found = ceilings(roofs, entry.footprint, cost.dtype, cost.flops, cost.products)
+    entry.least_s += found.seconds(cost.flops, cost.nbytes)
     key = cost.rows, cost.dtype, tuple(cost.dims.items())
     entry.shapes[key] += 1
     entry.contexts[key].append(cost.context)
@@ -180,7 +183,9 @@ def _op_profile(
     own, total = sum(entry.own) / num_steps, sum(entry.total) / num_steps
     flops, nbytes, least = (x / num_steps for x in (entry.flops, entry.nbytes, entry.least_s))
     is_kernel = bool(entry.shapes)
-    found = ceilings(roofs, entry.footprint, entry.dtype) if is_kernel else Ceilings(1.0, 1.0)
+    found = Ceilings(1.0, 1.0)
+    if is_kernel:
+        found = ceilings(roofs, entry.footprint, entry.dtype, entry.flops, entry.products)
     low, high = np.percentile(entry.deviations, [25, 75])
     layers = sorted(entry.layer_totals)
     return op_profile(

@@ -35,7 +35,8 @@ FOOTNOTES = (
     "self: without the ops it calls; total and what follows: with them. MB: the least that must be moved, "
     "weights and cache included.",
     "roof: the measured rate that bounds the op; for what streams weights or cache that of reads at the "
-    "step's own footprint. bound overhead: more than ten times slower than any roof explains.",
+    "step's own footprint, for products that of the dtype their weights are stored in (blocks: int8). bound "
+    "overhead: more than ten times slower than any roof explains.",
     "recover: what a step would lose if the op ran at its roof; gain: the whole step's speed-up then.",
 )
 

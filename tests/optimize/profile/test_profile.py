@@ -218,6 +218,25 @@ def test_blocks_cost_the_bytes_that_they_have() -> None:
     assert found.nbytes == pytest.approx(3 * (buffer.nbytes / 64 + 96 * 2) + 3 * 8)
     head = call_cost("logits_head", (torch.zeros(1, 96, dtype=torch.bfloat16), packed), {})
     assert head.resident == buffer.nbytes
+    assert head.products == {"int8": 2 * 64 * 96}
+    floats = torch.randn(32, 96).bfloat16().view(torch.uint8)
+    buffer = join_blocks([("q8_0", quantize_blocks(torch.randn(64, 96))), ("bfloat16", floats)], 96)
+    mixed = call_cost("linear", (torch.zeros(5, 96), blocks_linear(buffer, 96, dtype=torch.bfloat16)), {})
+    assert mixed.products == {"int8": 5 * 2 * 64 * 96, "bfloat16": 5 * 2 * 32 * 96}
+    assert mixed.flops == sum(mixed.products.values()) and mixed.dtype == "float32"
+
+
+def test_the_roof_of_products_is_that_of_what_they_are_stored_in() -> None:
+    rates = {"float32": 1e11, "bfloat16": 2e11, "int8": 4e11}
+    roofs = Roofs(stream={2**28: 1e15}, gemm=rates, method="made up")
+    assert ceilings(roofs, 1e8, "float32").gemm == 1e11
+    assert ceilings(roofs, 1e8, "float32", 6e9, {"int8": 6e9}).gemm == pytest.approx(4e11)
+    found = ceilings(roofs, 1e8, "float32", 7e9, {"int8": 4e9, "bfloat16": 2e9})
+    assert found.seconds(7e9, 1.0) == pytest.approx(0.01 + 0.01 + 0.01)
+    # bytes that were not measured have no roof but that of the memory; other dtypes are held to float32
+    without = msgspec.structs.replace(roofs, gemm={"float32": 1e11})
+    assert ceilings(without, 1e8, "float32", 6e9, {"int8": 6e9}).seconds(6e9, 1e9) == 1e-6
+    assert ceilings(without, 1e8, "float32", 6e9, {"bfloat16": 6e9}).gemm == pytest.approx(1e11)
 
 
 def test_the_roof_is_the_one_of_the_footprint() -> None:
@@ -262,7 +281,7 @@ def test_roofs_that_were_measured_badly_are_told(llama: KernelProfile) -> None:
 
 
 def test_the_roofs_are_measured(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    roofs_main(["--threads", "1", "--footprint", str(2**20), "--dtype", "float32"])
+    roofs_main(["--threads", "1", "--footprint", str(2**20), "--dtype", "float32", "--dtype", "int8"])
     roofs = msgspec.json.decode(capfdbinary.readouterr().out, type=Roofs)
-    assert set(roofs.stream) == {2**20} and set(roofs.gemm) == {"float32"}
-    assert min(roofs.stream[2**20], roofs.gemm["float32"]) > 1e6
+    assert set(roofs.stream) == {2**20} and set(roofs.gemm) == {"float32", "int8"}
+    assert min(roofs.stream[2**20], *roofs.gemm.values()) > 1e6
