@@ -112,7 +112,7 @@ class KernelLoop:
             reply = ask_started(self._port, Ps(), PsReply, timeout_s=ANSWER_TIMEOUT_S, say=self._say)
         except HeadraceError as error:
             error.hint = (
-                f"start it with `headrace serve {self._model} --port {self._port}`, or leave out --rollout: "
+                f"start `headrace serve {self._model}` and name its port, or leave out --rollout: "
                 "`headrace packs rollout` does it later"
             )
             raise
