@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="LIST",
         help="what a CPU must have, words of /proc/cpuinfo with commas [what this one has of those that "
-        "kernels are written for]",
+        "kernels are written for]. Where AVX-512 is left out, torch's operators are measured without it",
     )
     add("--one-model", action="store_true", help="for models of the first one's shape alone")
     add("--threads", type=int, default=0, metavar="N", help="threads [every core]")
@@ -61,6 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
     from headrace.core.packs import PackConditions
     from headrace.kernels.native.build import cpu_features
     from headrace.models.config import DecoderShape
+    from headrace.optimize.judge.lesser_cpu import check_flags_for
     from headrace.optimize.judge.options import JudgeOptions
     from headrace.optimize.keys import Keys
     from headrace.optimize.packing import make_pack
@@ -76,10 +77,12 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.threads:
         options = options.with_threads(arguments.threads)
     workloads = arguments.workload or ["decode", "prefill"]
-    models = [_model(word, entries, workloads) for word in arguments.on]
     features = arguments.features.split(",") if arguments.features else sorted(cpu_features())
     if not arguments.features:
         features = [name for name in RELEVANT_FEATURES if name in features]
+    check_flags_for(features, entries)
+    options = options.for_cpu(features)
+    models = [_model(word, entries, workloads) for word in arguments.on]
     shapes = DecoderShape.of(_config(_split(arguments.on[0])[0])[1]).as_dict()
     name = arguments.name or sources.resolve().name
     with tempfile.TemporaryDirectory(prefix="headrace-pack-") as scratch:

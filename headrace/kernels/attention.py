@@ -10,6 +10,8 @@ A prefill chunk goes head by head and tile by tile: queries of one key head's gr
 scores in a scratch tensor that all tiles reuse, softmax over whole rows in place. Only the tile's last
 columns are masked, and with a sliding window only the keys that the tile can see are touched; so work and
 memory follow what is visible, and no mask is larger than a tile.
+
+Where a CPU multiplies no bfloat16 (linear.py), products take a float32 copy of the keys and values they see.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from headrace.kernels.batch import AttentionBatch, PrefillChunk
 from headrace.kernels.cache import LayerKV
+from headrace.kernels.linear import WIDENS
 from headrace.kernels.plan import DecodeGroup, decode_plan, tile_mask, tile_rows
 from headrace.kernels.weights import AttentionSpec
 
@@ -70,7 +73,7 @@ def _side_by_side(k: Tensor, v: Tensor) -> Tensor | None:
 
 def _decode(q: Tensor, kv: LayerKV, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
     """(decodes, heads, head_dim) → (decodes, heads * v_head_dim)."""
-    groups = decode_plan(batch, spec.sliding_window, kv.keys.dtype)
+    groups = decode_plan(batch, spec.sliding_window, _product_dtype(kv.keys))
     if len(groups) == 1:
         return _decode_group(q, kv, groups[0], spec)
     out = q.new_empty(q.shape[0], spec.num_heads * spec.v_head_dim)
@@ -102,17 +105,20 @@ def _decode_by_head(q: Tensor, kv: LayerKV, group: DecodeGroup, spec: AttentionS
     """One row over consecutive slots, key head by key head, nothing copied."""
     assert group.first_slot is not None
     start, stop = group.first_slot, group.first_slot + group.visible
-    rows = (q.view(spec.num_kv_heads, -1, spec.head_dim) * spec.scale).to(kv.keys.dtype)
+    dtype = _product_dtype(kv.keys)
+    rows = (q.view(spec.num_kv_heads, -1, spec.head_dim) * spec.scale).to(dtype)
     attended = []
     for head in range(spec.num_kv_heads):
-        scores = _capped(torch.mm(rows[head], kv.keys[head, start:stop].t()), spec)
-        attended.append(torch.mm(_softmax(scores, spec, head), kv.values[head, start:stop]))
+        keys, values = kv.keys[head, start:stop].to(dtype), kv.values[head, start:stop].to(dtype)
+        scores = _capped(torch.mm(rows[head], keys.t()), spec)
+        attended.append(torch.mm(_softmax(scores, spec, head), values))
     return torch.cat(attended).view(1, -1).to(q.dtype)
 
 
 def _decode_gathered(q: Tensor, kv: LayerKV, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
     """Rows over a copy of their blocks, padded to the longest."""
-    keys, values = kv.gather(group.blocks)  # (kv heads, rows * num_keys, dim)
+    # (kv heads, rows * num_keys, dim)
+    keys, values = (each.to(_product_dtype(each)) for each in kv.gather(group.blocks))
     count, kv_heads = q.shape[0], spec.num_kv_heads
     fan = spec.num_heads // kv_heads
     shape = (kv_heads * count, group.num_keys)
@@ -143,7 +149,7 @@ def _prefill(
     out: Tensor,
 ) -> None:
     """(queries, heads, head_dim) into ``out`` (queries, heads * v_head_dim)."""
-    queries, kv_heads, dtype = q.shape[0], spec.num_kv_heads, kv.keys.dtype
+    queries, kv_heads, dtype = q.shape[0], spec.num_kv_heads, _product_dtype(kv.keys)
     fan, window = spec.num_heads // kv_heads, spec.sliding_window
     length = chunk.context_len + queries
     # keys and values from position ``origin`` on, as seen through the window
@@ -155,6 +161,7 @@ def _prefill(
         first_block = origin // batch.block_size
         origin = first_block * batch.block_size
         keys, values = kv.gather(chunk.block_table[first_block:])
+    keys, values = keys.to(dtype), values.to(dtype)
     # (kv heads, queries, fan, head_dim): a tile's rows lie side by side
     rows = q.view(queries, kv_heads, fan, spec.head_dim).transpose(0, 1)
     rows = (rows * spec.scale).to(dtype, memory_format=torch.contiguous_format).contiguous()
@@ -182,6 +189,12 @@ def _prefill(
             weights = _softmax(scores, spec, head)
             attended = torch.mm(weights, values[head, begin:end])
             result[first:last, head] = attended.view(size, fan, spec.v_head_dim)
+
+
+def _product_dtype(cached: Tensor) -> torch.dtype:
+    """In what products with these keys or values are computed."""
+    wide = WIDENS and cached.dtype is torch.bfloat16 and cached.device.type == "cpu"
+    return torch.float32 if wide else cached.dtype
 
 
 def _capped(scores: Tensor, spec: AttentionSpec) -> Tensor:

@@ -5,6 +5,9 @@
     5–31     oneDNN, packed                                _weight_int8pack_mm        F.linear
     32–      oneDNN, packed                                dequantized, then oneDNN   F.linear
 
+A CPU on which oneDNN has no bfloat16 (x86 without AVX-512) holds bfloat16 weights in the half pack alone, for
+any number of rows, and widens what it dequantizes: torch's own bfloat16 products take ten times as long.
+
 Blocks become numbers for every call, and so do weights that lie in parts: packs compute on those.
 An output head is held in the half pack alone, at any number of rows: its logits stay float32.
 
@@ -30,6 +33,10 @@ _INT8_ROWS = 32
 _HALF_MAX = 65504.0
 _HALF_PACK_ROWS = 16384
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+HAS_BFLOAT16 = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether oneDNN multiplies bfloat16 on this CPU: without, its operators raise."""
+WIDENS = HAS_FBGEMM and not HAS_BFLOAT16
+"""Whether products of bfloat16 are computed in float32 instead."""
 _ONEDNN_ACTIVATIONS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
@@ -73,6 +80,13 @@ def pack_twice(
     if packed.form != "onednn" or not _fits_half(weight):
         return packed
     return replace(packed, few=_half_packs(weight, bias))
+
+
+def pack_half(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, few_rows: bool = False
+) -> PackedLinear:
+    """FBGEMM's half-precision pack alone, for any number of rows; as loaded what does not fit in it."""
+    return pack_once(weight, bias, few_rows=True) if _fits_half(weight) else plain_linear(weight, bias)
 
 
 def _fits_half(weight: Tensor) -> bool:
@@ -160,10 +174,12 @@ def linear_int8(x: Tensor, packed: PackedLinear, residual: Tensor | None = None)
         y = linear_int8(x.to(packed.scales.dtype), packed).to(x.dtype)
         return y if residual is None else y.add_(residual)
     # the kernel reads past the end of rows that are no multiple of 32 wide
-    if x.shape[0] >= _INT8_ROWS or packed.in_features % 32:
-        y = F.linear(x, packed.dense())
-    else:
+    if x.shape[0] < _INT8_ROWS and packed.in_features % 32 == 0:
         y = torch._weight_int8pack_mm(x, packed.weight, packed.scales)
+    elif WIDENS:
+        y = F.linear(x.float(), packed.dense().float()).to(x.dtype)
+    else:
+        y = F.linear(x, packed.dense())
     if packed.bias is not None:
         y = y.add_(packed.bias)
     return y if residual is None else y.add_(residual)

@@ -37,7 +37,12 @@ def select(
         ops["logits_head"] = logits_head_of(linear.linear_int8)
     elif quantization != "none":
         raise UsageError(f"quantization must be none or int8, got {quantization}", param="quantization")
-    elif device.type == "cpu" and dtype is torch.bfloat16 and torch._C._has_mkldnn:
+    elif device.type == "cpu" and dtype is torch.bfloat16 and linear.WIDENS:
+        ops["pack_linear"] = linear.pack_half
+        ops["linear"] = linear.linear_bfloat16
+        ops["logits_head"] = logits_head_of(linear.linear_bfloat16)
+        ops["embedding"] = embedding_wide
+    elif device.type == "cpu" and dtype is torch.bfloat16 and linear.HAS_BFLOAT16:
         ops["pack_linear"] = linear.pack_onednn
         if linear.HAS_FBGEMM:
             ops["pack_linear"] = linear.pack_twice if decode_copies else linear.pack_once

@@ -83,4 +83,6 @@ def measurement_line(measurement: Measurement) -> str:
     )
     if measurement.agreement:
         words += f"; {measurement.agreement}"
+    if measurement.limited:
+        words += f"; torch's operators {measurement.limited}"
     return words if measurement.won or not measurement.detail else f"{words}; {measurement.detail}"

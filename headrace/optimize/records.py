@@ -246,7 +246,8 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """``alone`` by shape (``decode/1`` …) in isolated processes; ``end_to_end`` by metric of the workload
-    (``decode_tok_s``, ``prefill_tok_s``). ``won`` only if both are significant."""
+    (``decode_tok_s``, ``prefill_tok_s``). ``won`` only if both are significant. ``limited``: how torch's
+    operators were kept to a lesser CPU than the one it was measured on, empty: they were not."""
 
     candidate: str
     digest: str
@@ -255,6 +256,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     agreement: str  # how its tokens and logits compare with the baseline's
     won: bool
     detail: str
+    limited: str = ""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from headrace.optimize.journal import ratios_text
 from headrace.optimize.judge.alone import measure_alone
 from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.end_to_end import EndToEnd, Setting, compare_engines
+from headrace.optimize.judge.lesser_cpu import described
 from headrace.optimize.judge.measure import END_TO_END_ABOVE, slower_phase
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
@@ -138,6 +139,7 @@ def judge_pack(
                 agreement=found.agreement,
                 won=True,
                 detail=f"with {', '.join(each.op for each in entries)} together",
+                limited=described(options.features),
             )
             winners.append(Winner(candidate, entry, target, one.verdict, measurement, author))
     return winners
@@ -146,7 +148,7 @@ def judge_pack(
 def _judged(
     candidate: Path, target: Target, options: JudgeOptions, kept: Path, say: Callable[[str], None]
 ) -> Judged:
-    path = kept / f"{_key([candidate], [target])}.json"
+    path = kept / f"{_key([candidate], [target], options)}.json"
     where = f"{target.op} on {target.model} ({', '.join(target.formats)})"
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Judged)
@@ -174,7 +176,7 @@ def _together(
     """All kernels in one engine, on every workload."""
     target = model.targets[0]
     words = [workload.name for workload in model.workloads]
-    path = kept / f"{_key(candidates, model.targets, words)}.json"
+    path = kept / f"{_key(candidates, model.targets, options, words)}.json"
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=EndToEnd)
     formats = target.weight_formats
@@ -210,11 +212,14 @@ def _together(
     return together
 
 
-def _key(candidates: Sequence[Path], targets: Sequence[Target], words: Sequence[str] = ()) -> str:
+def _key(
+    candidates: Sequence[Path], targets: Sequence[Target], options: JudgeOptions, words: Sequence[str] = ()
+) -> str:
     total = hashlib.sha256()
     for candidate in candidates:
         total.update(candidate_digest(candidate).encode())
     for target in targets:
         total.update(msgspec.json.encode(target))
     total.update("\0".join(words).encode())
+    total.update(described(options.features).encode())
     return total.hexdigest()[:32]

@@ -19,6 +19,7 @@ from headrace.optimize.judge.baseline import Baseline
 from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.compare import error, limit, same_bits
 from headrace.optimize.judge.layout import Layout, copied
+from headrace.optimize.judge.lesser_cpu import limits
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Case
 from headrace.optimize.judge.rejected import Rejected
@@ -67,7 +68,7 @@ def measure_alone(built: Built, target_s: float, pack: str, options: JudgeOption
     try:
         _fill(built, layout, seed)
         with (
-            Baseline(built.problem, layout, pack, options.cpus) as baseline,
+            Baseline(built.problem, layout, pack, options.cpus, limits(options.features)) as baseline,
             Runner(
                 built.sandbox,
                 build_runner(),

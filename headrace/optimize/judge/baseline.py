@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,10 @@ class _Task:
 class Baseline:
     """The child, ready to run. A context manager."""
 
-    def __init__(self, problem: Problem, layout: Layout, pack: str, cpus: frozenset[int]) -> None:
+    def __init__(
+        self, problem: Problem, layout: Layout, pack: str, cpus: frozenset[int], limits: Mapping[str, str]
+    ) -> None:
+        """``limits``: environment that keeps torch's operators to a lesser CPU."""
         self._line, theirs = socket.socketpair()
         inputs, outputs = layout.inputs, layout.outputs
         keep = (theirs.fileno(), inputs.descriptor, outputs.descriptor)
@@ -57,7 +60,7 @@ class Baseline:
         self._child = subprocess.Popen(
             command,
             pass_fds=keep,
-            env=_environment(layout.threads),
+            env=_environment(layout.threads) | dict(limits),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # as the cage: Linux shares the cores among sessions
         )

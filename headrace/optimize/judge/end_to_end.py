@@ -27,6 +27,7 @@ from headrace.core.errors import StartupError
 from headrace.core.knobs import EngineConfig
 from headrace.core.packs import NONE
 from headrace.models.resolve import ResolvedModel, resolve_model
+from headrace.optimize.judge import lesser_cpu
 from headrace.optimize.judge.build import Built
 from headrace.optimize.judge.engine_child import (
     EngineCommand,
@@ -164,6 +165,7 @@ class _Engine:
             "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(options.num_threads),
+            **lesser_cpu.limits(options.features),
         }
         weights = sum(path.stat().st_size for path in setting.model.folder.iterdir() if path.is_file())
         limits = Limits(memory=32 * GIB + 8 * weights, disk=GIB // 2, cpu_s=3600, processes=128)

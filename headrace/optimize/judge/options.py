@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 
@@ -15,6 +16,8 @@ class JudgeOptions:
     endurance_calls      calls in a row before fresh content is checked; endurance_s bounds them
     alone_s              time for pairs of passes, alone; end_to_end_s likewise for the whole workload
     roof                 bytes per second that the machine streams at most; 0: measured
+    features             what kernels ask a CPU for (words of /proc/cpuinfo); none: what this one has. For a
+                         lesser one torch's operators are limited (lesser_cpu.py)
     """
 
     threads: int = 0
@@ -27,6 +30,7 @@ class JudgeOptions:
     end_to_end_s: float = 16.0
     roof: float = 0.0
     seed: int | None = None
+    features: tuple[str, ...] = ()
 
     @property
     def num_threads(self) -> int:
@@ -39,6 +43,9 @@ class JudgeOptions:
 
     def with_threads(self, threads: int) -> JudgeOptions:
         return replace(self, threads=threads)
+
+    def for_cpu(self, features: Collection[str]) -> JudgeOptions:
+        return replace(self, features=tuple(features))
 
     @staticmethod
     def quick() -> JudgeOptions:
