@@ -154,3 +154,16 @@ def test_reference_agrees_with_torch() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out = reference.attention(case.q, case.k, case.v, case.kv, case.batch, case.spec)
     assert torch.allclose(out, expected[0].transpose(0, 1).flatten(1), atol=1e-12)
+
+
+@pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_products_in_float32(rule: str, consecutive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that multiplies no bfloat16: at least as exact, in the same dtype."""
+    monkeypatch.setattr("headrace.kernels.attention.WIDENS", True)
+    for entries in (None, ((0, 1),), ((900, 1),), ((9000, 1),)):
+        given = {} if entries is None else {"entries": entries}
+        case = make_case(torch.bfloat16, consecutive=consecutive, **given, **RULES[rule])
+        out = run(case)
+        assert out.dtype is torch.bfloat16
+        case.check(out, TOLERANCE[torch.bfloat16] * (1 if entries is None else 1 + entries[0][0] / 2000))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace.core.errors import UsageError
+from headrace.kernels import linear
 from headrace.kernels.table import OpTable
 from headrace.kernels.weights import PackedLinear
 
@@ -181,3 +182,23 @@ def test_a_weight_beyond_half_precision_gets_no_half_pack() -> None:
 def test_unknown_quantization() -> None:
     with pytest.raises(UsageError, match="int4"):
         OpTable.stock("cpu", torch.bfloat16, "int4")
+
+
+@pytest.mark.skipif(not linear.HAS_FBGEMM, reason="this CPU has no half pack")
+def test_without_bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU where oneDNN has none: the half pack, at any number of rows and in either dtype."""
+    monkeypatch.setattr(linear, "WIDENS", True)
+    for quantization, form, tolerance in (("none", "half", 6e-3), ("int8", "int8", 2e-2)):
+        ops = OpTable.stock("cpu", torch.bfloat16, quantization)
+        made = weights((96, 64), torch.bfloat16, bias=True)
+        packed = ops.pack_linear(*made)
+        assert packed.form == form
+        for count in ROWS:
+            for dtype in (torch.float32, torch.bfloat16):
+                x = rows_of(count, 64, dtype)
+                out = ops.linear(x, packed)
+                assert out.dtype is dtype
+                assert_close(out, x.double() @ made[0].double().T + made[1].double(), tolerance)
+    huge = weights((96, 64), torch.bfloat16)[0] * 1e6
+    packed = OpTable.stock("cpu", torch.bfloat16).pack_linear(huge)
+    assert packed.form == "plain", "half precision ends at 65504"

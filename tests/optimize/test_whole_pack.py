@@ -13,6 +13,8 @@ from headrace.core.errors import PackError, UsageError
 from headrace.core.packs import KernelEntry, PackConditions
 from headrace.optimize import whole_pack
 from headrace.optimize.digest import candidate_digest
+from headrace.optimize.journal import measurement_line
+from headrace.optimize.judge import lesser_cpu
 from headrace.optimize.judge.build import Built, Taken
 from headrace.optimize.judge.end_to_end import EndToEnd
 from headrace.optimize.judge.options import JudgeOptions
@@ -110,13 +112,13 @@ def judge(sources: Path, tmp_path: Path) -> Callable[..., Any]:
     entries = read_entries(sources)
     candidates = split_candidates(sources, entries, tmp_path / "candidates")
 
-    def run(count: int) -> Any:
+    def run(count: int, options: JudgeOptions | None = None) -> Any:
         return judge_pack(
             candidates,
             entries,
             models(count),
             author="me",
-            options=JudgeOptions(),
+            options=options or JudgeOptions(),
             say=lambda line: None,
             kept=tmp_path / "kept",
         )
@@ -157,6 +159,21 @@ def test_nothing_is_done_twice(judge: Callable[..., Any], world: World) -> None:
     done = len(world.calls)
     judge(2)
     assert len(world.calls) == done
+
+
+def test_evidence_for_a_lesser_cpu(
+    judge: Callable[..., Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says how torch was limited, and is no evidence for this CPU."""
+    monkeypatch.setattr(lesser_cpu, "cpu_features", lambda: frozenset({"avx2", "avx512f"}))
+    assert judge(1)[0].measurement.limited == ""
+    done = len(world.calls)
+    lesser = JudgeOptions().for_cpu(("avx2", "fma"))
+    found = judge(1, lesser)[0].measurement
+    assert "ATEN_CPU_CAPABILITY=avx2" in found.limited and "limited to AVX2" in measurement_line(found)
+    assert len(world.calls) == 2 * done, "what was found without limits does not count"
+    judge(1, lesser)
+    assert len(world.calls) == 2 * done
 
 
 def test_what_makes_no_pack(judge: Callable[..., Any], world: World) -> None:

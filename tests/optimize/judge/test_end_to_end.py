@@ -6,18 +6,22 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from headrace.core.packs import KernelEntry
+from headrace.kernels.native.build import cpu_features
 from headrace.models.families import read_config
 from headrace.models.fields import read_json
 from headrace.optimize.dims import op_dims
+from headrace.optimize.judge import end_to_end, lesser_cpu
 from headrace.optimize.judge.end_to_end import EndToEnd, Setting, _distance, compare_engines
 from headrace.optimize.judge.engine_child import Position
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
+from headrace.optimize.judge.sandbox import Cage, Caged, Sandbox
 from headrace.optimize.judge.verify import build
 from headrace.optimize.profile.workloads import Workload, WorkloadRequest
 from headrace.optimize.records import CallShape, Target
@@ -36,7 +40,7 @@ def workload() -> Workload:
 
 
 @pytest.fixture
-def compare(tmp_path: Path) -> Callable[[str], EndToEnd]:
+def compare(tmp_path: Path) -> Callable[..., EndToEnd]:
     """Compares two engines, one of which has an rms_norm of this text."""
     model = make_tiny("llama", tmp_path / "model")
     fixed = op_dims("rms_norm", read_config(read_json(model / "config.json")), phase="decode", block_size=32)
@@ -58,7 +62,7 @@ def compare(tmp_path: Path) -> Callable[[str], EndToEnd]:
         why="",
     )
 
-    def run(change: str) -> EndToEnd:
+    def run(change: str, options: JudgeOptions = OPTIONS) -> EndToEnd:
         folder = tmp_path / "candidate"
         folder.mkdir()
         shutil.copyfile(SOURCES / "plain.h", folder / "plain.h")
@@ -68,20 +72,20 @@ def compare(tmp_path: Path) -> Callable[[str], EndToEnd]:
         (folder / "kernel.json").write_bytes(msgspec.json.encode(entry))
         scratch = tmp_path / "scratch"
         scratch.mkdir()
-        built = build(folder, target, scratch, problem=None, options=OPTIONS)
-        return compare_engines(built, Setting.of(target, workload(), None, OPTIONS), OPTIONS)
+        built = build(folder, target, scratch, problem=None, options=options)
+        return compare_engines(built, Setting.of(target, workload(), None, options), options)
 
     return run
 
 
-def test_right_kernel_agrees(compare: Callable[[str], EndToEnd]) -> None:
+def test_right_kernel_agrees(compare: Callable[..., EndToEnd]) -> None:
     found = compare('extern "C" int hr_run(const hr_call *call) { return inner_run(call); }\n')
     assert found.agrees, found.agreement
     assert set(found.ratios) == {"workload", "decode_tok_s", "prefill_tok_s"}
     assert found.ratios["workload"].pairs >= 5
 
 
-def test_wrong_kernel_does_not_agree(compare: Callable[[str], EndToEnd]) -> None:
+def test_wrong_kernel_does_not_agree(compare: Callable[..., EndToEnd]) -> None:
     found = compare(
         'extern "C" int hr_run(const hr_call *call) {\n'
         "    int said = inner_run(call);\n"
@@ -94,10 +98,36 @@ def test_wrong_kernel_does_not_agree(compare: Callable[[str], EndToEnd]) -> None
     assert not found.agrees, found.agreement
 
 
-def test_crash_in_the_engine(compare: Callable[[str], EndToEnd]) -> None:
+def test_crash_in_the_engine(compare: Callable[..., EndToEnd]) -> None:
     with pytest.raises(Rejected) as caught:
         compare('extern "C" int hr_run(const hr_call *) { __builtin_trap(); }\n')
     assert caught.value.reason == "crashed"
+
+
+@pytest.mark.skipif("avx2" not in cpu_features(), reason="this CPU has no AVX2")
+@pytest.mark.parametrize(("features", "limited"), [(("avx2",), True), (("avx2", "avx512f"), False)])
+def test_both_engines_are_kept_to_a_lesser_cpu(
+    features: tuple[str, ...],
+    limited: bool,
+    compare: Callable[..., EndToEnd],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the kernel is for one, and then they serve the model as it would."""
+    cages: list[Cage] = []
+
+    class Seen(Caged):
+        def __init__(self, sandbox: Sandbox, cage: Cage, *rest: Any, **options: Any) -> None:
+            cages.append(cage)
+            super().__init__(sandbox, cage, *rest, **options)
+
+    monkeypatch.setattr(end_to_end, "Caged", Seen)
+    monkeypatch.setattr(lesser_cpu, "cpu_features", lambda: frozenset({"avx2", "avx512f"}))
+    text = 'extern "C" int hr_run(const hr_call *call) { return inner_run(call); }\n'
+    found = compare(text, OPTIONS.for_cpu(features))
+    assert found.agrees, found.agreement
+    baseline, candidate = (dict(cage.environment) for cage in cages)
+    assert baseline == candidate
+    assert ("ONEDNN_MAX_CPU_ISA" in baseline) is limited
 
 
 @pytest.mark.parametrize(("levels", "agrees"), [(127, True), (3, False)])
