@@ -104,7 +104,7 @@ template <int R> void bf16_tile(const char *unit, int64_t in, const char *x, int
             const __m256i pair = _mm256_set1_epi32(both);
             first[r] = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)), second[r] = _mm256_castsi256_ps(_mm256_and_si256(pair, upper));
         }
-        __builtin_prefetch(unit + PREFETCH, 0, 2), __builtin_prefetch(unit + PREFETCH + 64, 0, 2);
+        if (R > 1) __builtin_prefetch(unit + PREFETCH, 0, 2), __builtin_prefetch(unit + PREFETCH + 64, 0, 2);  // as above
 #pragma GCC unroll 4
         for (int part = 0; part < 4; part++) {
             const __m256i line = _mm256_loadu_si256((const __m256i *)(unit + part * 32));
