@@ -50,9 +50,14 @@ class Baseline:
     """The child, ready to run. A context manager."""
 
     def __init__(
-        self, problem: Problem, layout: Layout, pack: str, cpus: frozenset[int], limits: Mapping[str, str]
+        self,
+        problem: Problem,
+        layout: Layout,
+        pack: str,
+        cpus: frozenset[int],
+        limits: Mapping[str, str] | None = None,
     ) -> None:
-        """``limits``: environment that keeps torch's operators to a lesser CPU."""
+        """``limits``: environment that keeps torch's operators to a lesser CPU (lesser_cpu.py)."""
         self._line, theirs = socket.socketpair()
         inputs, outputs = layout.inputs, layout.outputs
         keep = (theirs.fileno(), inputs.descriptor, outputs.descriptor)
@@ -60,7 +65,7 @@ class Baseline:
         self._child = subprocess.Popen(
             command,
             pass_fds=keep,
-            env=_environment(layout.threads) | dict(limits),
+            env=_environment(layout.threads) | dict(limits or {}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # as the cage: Linux shares the cores among sessions
         )
