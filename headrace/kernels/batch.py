@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True)
-class BatchEntry:
+class BatchEntry(NamedTuple):
     """One sequence's part of a step: ``num_new_tokens`` after ``context_len`` tokens already cached.
 
     ``block_table`` is the sequence's blocks in order (any sequence of ints; ``array('q')`` is fastest);
@@ -58,7 +58,6 @@ class AttentionBatch:
     num_decodes          the first rows, one token of one sequence each
     decode_block_tables  (num_decodes, max_blocks) int64, padded with block 0
     decode_lens          (num_decodes,) int64: keys each row attends to, its own included
-    decode_first_slots   for each decode the slot of its token 0 if its blocks are consecutive, else None
     """
 
     positions: Tensor
@@ -67,7 +66,6 @@ class AttentionBatch:
     decode_block_tables: Tensor
     decode_lens: Tensor
     decode_lens_list: list[int]
-    decode_first_slots: list[int | None]
     prefills: list[PrefillChunk]
     block_size: int
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -76,6 +74,21 @@ class AttentionBatch:
     def first_slot(self) -> int:
         """The first row's slot."""
         return int(self.slot_mapping[0])
+
+    @cached_property
+    def decode_first_slots(self) -> list[int | None]:
+        """For each decode the slot of its token 0 if its blocks are consecutive, else None."""
+        tables = self.decode_block_tables.cpu().numpy()
+        return [
+            _first_slot(table[: -(-length // self.block_size)], self.block_size)
+            for table, length in zip(tables, self.decode_lens_list, strict=True)
+        ]
+
+    @cached_property
+    def num_positions(self) -> int:
+        """One more than the highest of ``positions``."""
+        chunks = [chunk.context_len + chunk.end - chunk.start for chunk in self.prefills]
+        return max(*self.decode_lens_list, *chunks, 0, 0)
 
     @property
     def num_tokens(self) -> int:
@@ -98,58 +111,57 @@ class AttentionBatch:
         Token rows follow the entries: row order of the caller's token ids. A one-token entry anywhere
         is a decode, whatever its context (0 included).
         """
-        tables = [_table(entry, block_size) for entry in entries]
-        first_slots = [_first_slot(table, block_size) for table in tables]
         num_decodes = 0
         while num_decodes < len(entries) and entries[num_decodes].num_new_tokens == 1:
             num_decodes += 1
         assert all(e.num_new_tokens > 1 for e in entries[num_decodes:]), "one-token entries come first"
 
-        lens = [e.context_len + 1 for e in entries[:num_decodes]]
-        width = max((len(t) for t in tables[:num_decodes]), default=0)
-        padded = np.zeros((num_decodes, width), dtype=np.int64)
-        for row, table in zip(padded, tables, strict=False):
-            row[: len(table)] = table
-
-        positions = np.concatenate(
-            [np.arange(e.context_len, e.context_len + e.num_new_tokens) for e in entries]
-            or [np.zeros(0, dtype=np.int64)]
-        )
-        slots = np.empty_like(positions)
+        lens = [entry.context_len + 1 for entry in entries[:num_decodes]]
+        padded = np.zeros((num_decodes, -(-max(lens, default=0) // block_size)), dtype=np.int64)
+        for row, entry in zip(padded, entries, strict=False):
+            blocks = _blocks(entry, block_size)
+            row[: len(blocks)] = blocks
+        decode_lens = np.array(lens, dtype=np.int64)
+        block, offset = np.divmod(decode_lens - 1, block_size)
+        positions = [decode_lens - 1]
+        slots = [padded[np.arange(num_decodes), block] * block_size + offset]
         prefills = []
-        row_start = 0
-        for index, (entry, table) in enumerate(zip(entries, tables, strict=True)):
-            row_end = row_start + entry.num_new_tokens
-            where = positions[row_start:row_end]
-            slots[row_start:row_end] = table[where // block_size] * block_size + where % block_size
-            if index >= num_decodes:
-                blocks = torch.from_numpy(table).to(device)
-                prefills.append(
-                    PrefillChunk(row_start, row_end, entry.context_len, blocks, first_slots[index])
-                )
-            row_start = row_end
+        start = num_decodes
+        for entry in entries[num_decodes:]:
+            table = np.array(_blocks(entry, block_size), dtype=np.int64)
+            where = np.arange(entry.context_len, entry.context_len + entry.num_new_tokens)
+            positions.append(where)
+            slots.append(table[where // block_size] * block_size + where % block_size)
+            first_slot, table_tensor = _first_slot(table, block_size), torch.from_numpy(table).to(device)
+            end = start + entry.num_new_tokens
+            prefills.append(PrefillChunk(start, end, entry.context_len, table_tensor, first_slot))
+            start = end
         return cls(
-            positions=torch.from_numpy(positions).to(device),
-            slot_mapping=torch.from_numpy(slots).to(device),
+            positions=_tensor(positions, device),
+            slot_mapping=_tensor(slots, device),
             num_decodes=num_decodes,
             decode_block_tables=torch.from_numpy(padded).to(device),
-            decode_lens=torch.tensor(lens, dtype=torch.int64, device=device),
+            decode_lens=torch.from_numpy(decode_lens).to(device),
             decode_lens_list=lens,
-            decode_first_slots=first_slots[:num_decodes],
             prefills=prefills,
             block_size=block_size,
         )
 
 
-def _table(entry: BatchEntry, block_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The blocks that hold the entry's tokens, as int64."""
+def _blocks(entry: BatchEntry, block_size: int) -> Sequence[int]:
+    """The blocks that hold the entry's tokens."""
     needed = -(-(entry.context_len + entry.num_new_tokens) // block_size)
-    table = np.array(entry.block_table[:needed], dtype=np.int64)
-    assert len(table) == needed, f"{needed} blocks needed, block table has {len(table)}"
-    return table
+    blocks = entry.block_table[:needed]
+    assert len(blocks) == needed, f"{needed} blocks needed, block table has {len(blocks)}"
+    return blocks
 
 
-def _first_slot(table: np.ndarray[Any, np.dtype[np.int64]], block_size: int) -> int | None:
+def _tensor(parts: list[_Ids], device: torch.device | str) -> Tensor:
+    """Parts side by side."""
+    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts)).to(device)
+
+
+def _first_slot(table: _Ids, block_size: int) -> int | None:
     """The first block's first slot when the blocks are consecutive."""
     if len(table) > 1 and (int(table[-1]) - int(table[0]) != len(table) - 1 or (np.diff(table) != 1).any()):
         return None

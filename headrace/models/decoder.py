@@ -83,7 +83,7 @@ class Decoder:
         x = ops.embedding(token_ids, self._embedding)  # (tokens, hidden)
         if self._scale is not None:
             x = x * self._scale
-        angles = [rope.cos_sin(batch.positions, x.dtype) for rope in self._ropes]
+        angles = [rope.cos_sin(batch.positions, x.dtype, batch.num_positions) for rope in self._ropes]
         for layer, rope_index, cache in zip(self._layers, self.config.layer_ropes, kv, strict=True):
             cos, sin = angles[rope_index]
             x = ops.decoder_layer(x, layer, cos, sin, cache, batch)

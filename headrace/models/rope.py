@@ -20,6 +20,9 @@ from torch import Tensor
 
 from headrace.models.config import RopeSpec
 
+# A table grows to a power of two, from here on: 0.1 % of what the cache takes for as many tokens.
+_LEAST_POSITIONS = 1024
+
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """(rotary_dim / 2,) float32 angles per position; for dynamic those of an unscaled length."""
@@ -73,18 +76,40 @@ def _llama3(spec: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 class Rope:
-    """One rotary embedding on one device."""
+    """One rotary embedding on one device: a table over positions, as long as was asked for so far."""
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec
+        self._device = device
         self._frequencies = inverse_frequencies(spec).to(device)
         self._exponents = _exponents(spec).to(device)
         half = torch.full((spec.rotary_dim // 2,), spec.attention_factor)
         # sin's first half is negated: ops.rope adds swapped halves
         self._signs = torch.cat((-half, half)).to(device)
+        self._tables: dict[torch.dtype, Tensor] = {}  # (2, positions, 1, rotary_dim): cos, sin
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions (tokens,) → cos, sin (tokens, 1, rotary_dim) as ``ops.rope`` takes them."""
+    def cos_sin(
+        self, positions: Tensor, dtype: torch.dtype, num_positions: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Positions (tokens,) → cos, sin (tokens, 1, rotary_dim) as ``ops.rope`` takes them.
+
+        ``num_positions`` is above all of them; None: it is looked for.
+        """
+        if num_positions is None:
+            num_positions = int(positions.max()) + 1 if len(positions) else 0
+        table = self._tables.get(dtype)
+        if table is None or table.shape[1] < num_positions:
+            table = self._tables[dtype] = self._grown(table, num_positions, dtype)
+        both = table.index_select(1, positions)
+        return both[0], both[1]
+
+    def _grown(self, table: Tensor | None, num_positions: int, dtype: torch.dtype) -> Tensor:
+        known = 0 if table is None else table.shape[1]
+        length = max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length())
+        more = torch.stack(self._compute(torch.arange(known, length, device=self._device), dtype))
+        return more if table is None else torch.cat((table, more), dim=1)
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         frequencies = self._dynamic(positions) if self.spec.kind == "dynamic" else self._frequencies
         half = positions.to(torch.float32)[:, None] * frequencies
         angles = torch.cat((half, half), dim=-1)[:, None, :]

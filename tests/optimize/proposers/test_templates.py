@@ -183,7 +183,6 @@ def test_a_rows_result_depends_on_neither_its_batch_nor_the_threads(
                 decode_block_tables=batch.decode_block_tables[one],
                 decode_lens=batch.decode_lens[one],
                 decode_lens_list=batch.decode_lens_list[one],
-                decode_first_slots=[None],
                 prefills=[],
                 block_size=batch.block_size,
             ),
