@@ -33,6 +33,10 @@ from headrace.engine.sequence import Sequence
 GREEDY_TEMPERATURE = 1e-5
 # Cuts are looked for among so many best tokens, then among all: a sort of the vocabulary is dear.
 _CANDIDATES = (64, 1024)
+# Rows that are wider are summed in runs of so many columns: sums of 262,144 tokens would fill 2 MB a row.
+_WIDE, _RUN = 4096, 128
+# On a CPU so many numbers are worked on at a time: what does not fit the caches comes from fresh pages too.
+_DRAWN_ELEMENTS = 1 << 19
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Sampler:
         rows = [self.row(sequence) for sequence in sequences]
         edited = [i for i, row in enumerate(rows) if not row.is_plain]
         if len(edited) == len(rows):
-            batch = self._sample_edited(logits.clone(), rows, sequences)
+            batch = self._sample_edited(logits, rows, sequences)
         else:
             batch = _greedy(logits)
             if edited:
@@ -99,9 +103,11 @@ class Sampler:
     def _sample_edited(
         self, values: Tensor, rows: list[SamplingRow], sequences: list[Sequence]
     ) -> SampledBatch:
-        """Samples rows of ``values`` (rows, vocab), which it overwrites."""
-        _add_bias(values, rows, sequences)
-        _add_penalties(values, rows, sequences)
+        """Samples rows of ``values`` (rows, vocab)."""
+        if not all(row.draws_only for row in rows):
+            values = values.clone()
+            _add_bias(values, rows, sequences)
+            _add_penalties(values, rows, sequences)
         greedy = [i for i, row in enumerate(rows) if row.is_greedy]
         if len(greedy) == len(rows):
             return _greedy(values)
@@ -139,7 +145,8 @@ class SamplingRow:
         self.bias_values = np.array(list(bias.values()), dtype=np.float32)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self.end_ids = np.array(sorted(ends) if params.min_tokens else [], dtype=np.int64)
-        self.is_plain = self.is_greedy and not bias and not self.has_penalty and not params.min_tokens
+        self.draws_only = not bias and not self.has_penalty and not params.min_tokens
+        self.is_plain = self.is_greedy and self.draws_only
 
     def token_counts(self, sequence: Sequence) -> TokenCounts:
         if self.counts is None:
@@ -153,10 +160,10 @@ def _greedy(values: Tensor) -> SampledBatch:
     if values.device.type == "cpu":
         # numpy's arg max is ten times faster than torch's and, like it, stops at a NaN.
         array = values.numpy()
-        best = array.argmax(axis=-1)
-        peak = array[np.arange(len(best)), best]
-        invalid = np.flatnonzero(~(peak > -np.inf)).tolist()
-        return SampledBatch(best.tolist(), invalid=invalid)
+        best = array.argmax(axis=-1).tolist()
+        return SampledBatch(
+            best, invalid=[i for i, token in enumerate(best) if not array[i, token] > -math.inf]
+        )
     top, index = values.max(dim=-1)
     both = torch.stack([index.double(), (top > -math.inf).double()]).tolist()
     return SampledBatch(
@@ -208,8 +215,19 @@ def _add_penalties(values: Tensor, rows: list[SamplingRow], sequences: list[Sequ
 
 
 def draw(values: Tensor, params: list[SamplingParams], uniforms: list[float]) -> SampledBatch:
-    """Draws one token a row from logits (rows, vocab), which it overwrites; ``uniforms`` are in [0, 1)."""
-    values /= _column(values, [p.temperature for p in params])
+    """Draws one token a row from logits (rows, vocab); ``uniforms`` are in [0, 1)."""
+    step = len(params)
+    if values.device.type == "cpu":
+        step = max(1, _DRAWN_ELEMENTS // values.shape[1])
+    batch = SampledBatch([])
+    for start in range(0, len(params), step):
+        some = slice(start, start + step)
+        batch.extend(_draw(values[some], params[some], uniforms[some]))
+    return batch
+
+
+def _draw(values: Tensor, params: list[SamplingParams], uniforms: list[float]) -> SampledBatch:
+    values = values / _column(values, [p.temperature for p in params])
     if any(p.min_p > 0 for p in params):
         log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
         floor = values.amax(dim=-1, keepdim=True) + _column(values, log_min_p)
@@ -301,12 +319,28 @@ def _threshold(values: Tensor, probs: Tensor, cut: _Cut) -> Tensor:
 
 
 def _pick(weights: Tensor, uniforms: list[float]) -> Tensor:
-    """Inverts each row's cumulative distribution: (rows,) columns, -1 for a row without any weight."""
+    """Inverts each row's cumulative distribution: (rows,) columns, -1 for a row without any weight.
+
+    Of wide rows the sums of runs of columns, and then of the columns of one run.
+    """
+    width = weights.shape[1]
+    run = _RUN if width > _WIDE else width
+    whole = width // run * run
     # Summed in float64: over 262,144 tokens float32 would misplace single tokens by a percent.
-    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    sums = weights[:, :whole].unflatten(1, (-1, run)).sum(-1, dtype=torch.float64)
+    if whole < width:
+        sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), dim=1)
+    cdf = sums.cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(_column(cdf, uniforms) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, point, right=True).masked_fill_(~(total > 0), -1).squeeze(1)
+    first = torch.searchsorted(cdf, point, right=True).clamp_(max=cdf.shape[1] - 1)
+    point -= (cdf - sums).gather(1, first)
+    columns = first * run + torch.arange(run, device=weights.device)
+    inside = weights.gather(1, columns.clamp(max=width - 1)).masked_fill_(columns >= width, 0.0)
+    place = torch.searchsorted(inside.cumsum(dim=-1, dtype=torch.float64), point, right=True)
+    # In another order the run may sum to a little less than where the point lies.
+    last = (inside > 0).mul(torch.arange(run, device=weights.device)).amax(dim=-1, keepdim=True)
+    return (first * run + torch.minimum(place, last)).masked_fill_(~(total > 0), -1).squeeze(1)
 
 
 def _descending(row: Tensor) -> Tensor:
