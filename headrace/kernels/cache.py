@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_CACHE_LINE = 64
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -104,11 +106,17 @@ class LayerKV:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, on a CPU without touching the memory: numpy leaves it to the system to hand out zeroed pages
-    as they are first written, so that starting up costs nothing and an idle cache takes no memory."""
+    as they are first written, so that starting up costs nothing and an idle cache takes no memory.
+
+    No slot shares a cache line with another. Huge pages are not asked for: slots of a block lie apart, one
+    stretch a head and layer, so that a few blocks would take a huge page for each of them.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = 1
     for size in shape:
         count *= size
-    raw = np.zeros(count * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    size = count * dtype.itemsize
+    raw = np.zeros(size + _CACHE_LINE, dtype=np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)

@@ -58,3 +58,11 @@ def test_cache_size(v_head_dim: int | None) -> None:
     kv.keys[1, 12:16] = 3.0
     keys, values = kv.gather(torch.tensor([3, 0]))
     assert keys[1, :4].eq(3.0).all() and keys[1, 4:].eq(0.0).all() and values.eq(0.0).all()
+
+
+@pytest.mark.parametrize("v_head_dim", [16, 32])
+def test_a_cache_begins_at_a_cache_line(v_head_dim):
+    for blocks in (1, 3, 1000):
+        kv = LayerKV.allocate(blocks, 16, 2, 16, v_head_dim, dtype=torch.bfloat16)
+        assert kv.keys.data_ptr() % 64 == kv.values.data_ptr() % 64 == 0
+        assert not kv.keys.any() and not kv.values.any()

@@ -1,0 +1,96 @@
+"""bench step: where a decode step of 8 and of 64 sequences goes, and how much of it is outside kernels.
+
+The engine in this process, its shipped kernels, timers around the ops of its table and the parts of its step
+(headrace/optimize/profile). Outside kernels is whatever is in no op: scheduling, the step's arrays, rotary
+angles and the walk over the layers, sampling, booking, cache events, and what no timer explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from collections import defaultdict
+
+from headrace.bench.recipe import base_recipe
+from headrace.bench.report import Report, Row, Target, make_row
+from headrace.bench.workload import token_prompts
+from headrace.core.knobs import EngineConfig
+from headrace.core.packs import AUTO
+from headrace.engine.engine import Engine
+from headrace.models.resolve import resolve_model
+from headrace.optimize.profile.collect import profile_engine
+from headrace.optimize.profile.instrument import PARTS
+from headrace.optimize.profile.workloads import Workload, WorkloadRequest
+from headrace.optimize.records import PhaseProfile, Roofs
+
+MODEL = "smollm2-135m"
+SEQUENCES = (8, 64)
+PROMPT, ANSWER = 128, 33
+TARGETS = {8: Target(of="value", op="<=", bound=0.10)}
+_NO_ROOFS = Roofs(stream={1: 1.0}, gemm={"float32": 1.0, "bfloat16": 1.0}, method="not asked for")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=MODEL, help=f"short name or file [default: {MODEL}]")
+    parser.add_argument(
+        "--quantization", default="auto", choices=("auto", "none", "int8"), help="none: bf16 [default: auto]"
+    )
+    parser.add_argument("--pack", default=AUTO, help="kernels: auto, none or a pack's folder")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each number of sequences")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+
+
+def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str, ...]]:
+    recipe = base_recipe(command, threads=arguments.threads)
+    resolved = resolve_model(arguments.model, dtype="bfloat16", quantization=arguments.quantization)
+    config = EngineConfig(
+        dtype="bfloat16",
+        threads=arguments.threads,
+        max_model_len=1024,
+        max_num_seqs=max(SEQUENCES),
+        kv_cache_gib=1.0,
+        quantization=arguments.quantization,
+        pack=arguments.pack,
+    )
+    engine = Engine(config, resolved.folder, revision=resolved.revision)
+    recipe |= {
+        "model": f"{arguments.model}, {arguments.quantization}; {engine.kernels}",
+        "workload": f"{' and '.join(map(str, SEQUENCES))} sequences at once, prompts of {PROMPT}, "
+        f"{ANSWER - 1} decode steps, greedy",
+        "times": "means over the middle half of each step's runs; the timers' own cost is taken off",
+    }
+    rows: list[Row] = []
+    try:
+        for count in SEQUENCES:
+            prompts = token_prompts(random.Random(f"step {count}"), count, PROMPT, engine.vocab_size)
+            requests = [WorkloadRequest(prompt=prompt, max_tokens=ANSWER) for prompt in prompts]
+            workload = Workload(name=f"step of {count}", requests=requests)
+            profile = profile_engine(
+                engine, workload, model=arguments.model, seconds=arguments.seconds, roofs=_NO_ROOFS
+            )
+            (decode,) = [phase for phase in profile.phases if phase.phase == "decode"]
+            rows += rows_of(decode, count)
+    finally:
+        engine.close()
+    recipe["load average after"] = f"{os.getloadavg()[0]:.1f}"
+    return Report(name="step", recipe=recipe, rows=rows), ()
+
+
+def rows_of(decode: PhaseProfile, count: int) -> list[Row]:
+    """The share, the step, and each part and op of it in microseconds."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for op in decode.ops:
+        spent[op.op] += op.self_s
+    kernels = sum(seconds for name, seconds in spent.items() if name not in PARTS)
+    rows = [
+        make_row(
+            f"outside_kernels_{count}", 1 - kernels / decode.step_s, "of a step", target=TARGETS.get(count)
+        ),
+        make_row(f"step_{count}", 1e3 * decode.unprofiled_step_s, "ms", note="without timers"),
+    ]
+    parts = {**spent, "unnamed": decode.unnamed_s}
+    for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
+        kind = "outside" if name in PARTS or name == "unnamed" else "kernels"
+        rows.append(make_row(f"{kind}_{count}.{name}", 1e6 * seconds, "us"))
+    return rows
