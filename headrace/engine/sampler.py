@@ -327,7 +327,7 @@ def _pick(weights: Tensor, uniforms: list[float]) -> Tensor:
     run = _RUN if width > _WIDE else width
     whole = width // run * run
     # Summed in float64: over 262,144 tokens float32 would misplace single tokens by a percent.
-    sums = weights[:, :whole].unflatten(1, (-1, run)).sum(-1, dtype=torch.float64)
+    sums = weights[:, :whole].view(-1, whole // run, run).sum(-1, dtype=torch.float64)
     if whole < width:
         sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), dim=1)
     cdf = sums.cumsum(dim=-1)
