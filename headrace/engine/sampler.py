@@ -33,8 +33,8 @@ from headrace.engine.sequence import Sequence
 GREEDY_TEMPERATURE = 1e-5
 # Cuts are looked for among so many best tokens, then among all: a sort of the vocabulary is dear.
 _CANDIDATES = (64, 1024)
-# Rows that are wider are summed in runs of so many columns: sums of 262,144 tokens would fill 2 MB a row.
-_WIDE, _RUN = 4096, 128
+# A row is summed in runs of so many columns: running sums of 262,144 tokens would fill 2 MB.
+_RUN = 128
 # On a CPU so many numbers are worked on at a time: what does not fit the caches comes from fresh pages too.
 _DRAWN_ELEMENTS = 1 << 19
 
@@ -321,10 +321,10 @@ def _threshold(values: Tensor, probs: Tensor, cut: _Cut) -> Tensor:
 def _pick(weights: Tensor, uniforms: list[float]) -> Tensor:
     """Inverts each row's cumulative distribution: (rows,) columns, -1 for a row without any weight.
 
-    Of wide rows the sums of runs of columns, and then of the columns of one run.
+    First that of the sums of runs of columns, then that of the columns of one run.
     """
     width = weights.shape[1]
-    run = _RUN if width > _WIDE else width
+    run = min(_RUN, width)
     whole = width // run * run
     # Summed in float64: over 262,144 tokens float32 would misplace single tokens by a percent.
     sums = weights[:, :whole].view(-1, whole // run, run).sum(-1, dtype=torch.float64)
