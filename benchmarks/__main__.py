@@ -22,6 +22,7 @@ from headrace.core.errors import HeadraceError
 BENCHES = {
     "engine": "Headrace, Transformers, vLLM-CPU and llama.cpp on the same weights",
     "step": "where a decode step of 8 and of 64 sequences goes, and how much is outside kernels",
+    "invariance": "what the fixed order of additions, the same bits in any batch, costs our kernels",
     "long": "a conversation of 200,000 tokens through the real server",
     "gateway": "what a request costs in our gateway and in four others",
     "routing": "every routing policy under recorded traffic, simulated, and two on real replicas",

@@ -1,0 +1,172 @@
+"""bench invariance: what the fixed order of additions costs the shipped kernels.
+
+    fixed    packs/cpu as it ships                      ┐
+    again    the same once more: what chance makes of it│ the same steps in turns,
+    ahead    the same bits, keys fetched earlier        │ in one process
+    freed    no order is promised                       ┘
+
+Steps of the model alone: forward and logits, no scheduling, sampling or sockets, which would hide a cost.
+A cost is 1 - speed in fixed order / speed without it, a median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.child import niced
+from benchmarks.contenders import Model, environment
+from benchmarks.freed_pack import AHEAD, FIXED, FREED, write_variant
+from benchmarks.quality import kl_divergence, reference_logits
+from headrace.bench.metrics import interquartile_range, median
+from headrace.bench.recipe import base_recipe
+from headrace.bench.report import Report, Row, Target, make_row
+from headrace.core.engine_environment import engine_environment
+from headrace.core.errors import EngineError
+
+COST_TARGET = Target("value", "<", 0.05)
+RIGHT_TARGET = Target("ratio", "<=", 1.5)
+FORMS = {"bf16": "none", "file": "auto"}
+"""Names of forms and what the loader is told."""
+SIDES = ("fixed", "again", "ahead", "freed")
+TIMEOUT_S = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="a short name")
+    parser.add_argument("--forms", default=",".join(FORMS), help=f"comma-separated, of {', '.join(FORMS)}")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each kind of step")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--nice", type=int, default=0, help="niceness of what is measured (below 0: root)")
+
+
+def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str, ...]]:
+    forms = [form for form in arguments.forms.split(",") if form]
+    unknown = sorted(set(forms) - set(FORMS))
+    if unknown or not forms:
+        raise EngineError(
+            f"--forms names {', '.join(unknown) or 'none'}", hint=f"forms are {', '.join(FORMS)}"
+        )
+    recipe = base_recipe(command, threads=arguments.threads)
+    recipe |= {
+        "model": arguments.model,
+        "workload": "decode_N: a step of N sequences with 33 to 513 keys each, spread evenly "
+        "(decode_1: 101); decode_8_at_129: all with one key beyond 128; decode_2000: one with 2,001; prefill_512: a prompt",
+        "forms": "bf16; file: the blocks of the shipped file",
+        "cost": "1 - speed in fixed order / speed freed of it",
+        "of the order": "the same against kernels that add in the same order and fetch keys earlier",
+        "chance": "the same between two copies of the shipped kernels",
+        "freed": "attention of decodes by another kernel; flags " + " ".join(FREED.flags),
+        "repetitions": f"{arguments.seconds:g} s of each kind of step, every side once a round, medians with "
+        "interquartile ranges",
+        "clock": "CPU time of the thread" if arguments.threads == 1 else "wall",
+        "kl": "mean of KL(float32 of the file's own weights || side) in nats, tokens decoded one at a time",
+    }
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-invariance-") as folder:
+        packs = {
+            name: write_variant(variant, Path(folder) / name)
+            for name, variant in zip(SIDES, (FIXED, FIXED, AHEAD, FREED), strict=True)
+        }
+        for form in forms:
+            print(f"{form}: building what is not built, then measuring", file=sys.stderr, flush=True)
+            measured = measure(arguments, FORMS[form], packs, Path(folder))
+            rows += rows_of(form, measured)
+    recipe["load average after"] = f"{os.getloadavg()[0]:.1f}"
+    return Report(name="invariance", recipe=recipe, rows=rows), ()
+
+
+@dataclass
+class Measured:
+    """``times`` are seconds by scenario and side, a round's at the same place; ``tokens`` are a step's.
+    ``differs``: sides whose bits are not the shipped kernels'. ``kl``: by side."""
+
+    times: dict[str, dict[str, list[float]]]
+    tokens: dict[str, int]
+    differs: dict[str, list[str]]
+    kl: dict[str, float]
+
+
+def measure(
+    arguments: argparse.Namespace, quantization: str, packs: dict[str, Path], folder: Path
+) -> Measured:
+    model = Model.resolve(arguments.model)
+    tokens, reference = reference_logits(model)
+    command = [sys.executable, "-m", "benchmarks.sides.invariance", arguments.model, quantization]
+    command += [str(arguments.threads), str(arguments.seconds), str(folder), json.dumps(tokens)]
+    command += [f"{name}={pack}" for name, pack in packs.items()]
+    done = subprocess.run(
+        niced(command, arguments.nice),
+        env={**engine_environment(), **environment(arguments.threads)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        start_new_session=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        words = (done.stderr.strip().splitlines() or ["no words"])[-1]
+        raise EngineError(
+            f"the steps could not be measured: {words}", hint="the packs need AVX-512 and a compiler"
+        )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    kl = {name: kl_divergence(reference, np.load(folder / f"{name}.npy")) for name in packs}
+    return Measured(answer["times"], answer["tokens"], answer["differs"], kl)
+
+
+def rows_of(form: str, measured: Measured) -> list[Row]:
+    """Of each scenario: speeds, the cost, how much of it is the order's own, and chance."""
+    rows = []
+    for scenario, times in measured.times.items():
+        tokens = measured.tokens[scenario]
+        speeds = {name: [tokens / seconds for seconds in values] for name, values in times.items()}
+        name = f"{form}.{scenario}"
+        same = "again" not in measured.differs[scenario] and "ahead" not in measured.differs[scenario]
+        rows.append(
+            make_row(
+                name,
+                median(speeds["fixed"]),
+                "tok/s",
+                spread=interquartile_range(speeds["fixed"]),
+                peer="freed",
+                peer_value=median(speeds["freed"]),
+                peer_spread=interquartile_range(speeds["freed"]),
+            )
+        )
+        rows.append(_cost_row(f"{name}.cost", times, "fixed", "freed", COST_TARGET))
+        note = "" if same else "its bits are not the shipped kernels': this row says nothing"
+        rows.append(_cost_row(f"{name}.of_the_order", times, "ahead", "freed", note=note))
+        rows.append(_cost_row(f"{name}.chance", times, "fixed", "again"))
+    rows.append(
+        make_row(
+            f"{form}.kl",
+            measured.kl["freed"],
+            "nats",
+            peer="fixed",
+            peer_value=measured.kl["fixed"],
+            target=RIGHT_TARGET,
+            note="that the freed kernels compute the same model",
+        )
+    )
+    return rows
+
+
+def _cost_row(
+    name: str,
+    times: dict[str, list[float]],
+    ordered: str,
+    other: str,
+    target: Target | None = None,
+    note: str = "",
+) -> Row:
+    costs = [1 - free / fixed for fixed, free in zip(times[ordered], times[other], strict=True)]
+    return make_row(name, median(costs), "", spread=interquartile_range(costs), target=target, note=note)
