@@ -1,8 +1,9 @@
 """Packs for ``bench invariance``, made of packs/cpu by naming what becomes what.
 
     fixed   packs/cpu as it is
-    ahead   the same additions in the same order, the same bits: where a row's last chunk of keys is short,
-            the next task's keys are fetched a chunk earlier
+    same    the same additions in the same order, the same bits, with what the freed kernels do better and the
+            order does not forbid: where a row's last chunk of keys is short, the next task's keys are fetched
+            a chunk earlier; turned keys are used where they are, in registers
     freed   no order is promised: decode rows attend by freed/attend_decode.h, and the compiler may reorder
             and fuse
 
@@ -46,9 +47,21 @@ class Variant:
 
 FIXED = Variant("fixed")
 
-AHEAD = Variant(
-    "ahead",
+SAME = Variant(
+    "same",
     (
+        Change(
+            "attend.h", '#include "attend_tile.h"\n', '#include "attend_tile.h"\n#include "score_turned.h"\n'
+        ),
+        Change(
+            "attend.h",
+            "                turn(at, stop, panel);\n"
+            "                multiply(count, q, width, room.keys, 0, at - before, stop - before, pairs, "
+            "room.scores + before * LANES, CHUNK);\n",
+            "                for (int i = at; i < stop; i += 2)\n"
+            "                    score_turned(count, q, width, here(), there(), i * LANES, c.head_dim, "
+            "room.scores);\n",
+        ),
         Change(
             "attend_tile.h",
             "// Into the second-level cache: more can be",
@@ -95,6 +108,7 @@ AHEAD = Variant(
             "            }\n",
         ),
     ),
+    headers=("score_turned.h",),
 )
 
 FREED = Variant(

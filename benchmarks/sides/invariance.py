@@ -6,7 +6,7 @@ OUT is a folder. Prints one JSON line:
 
     times    {scenario: {name: [seconds of each round]}}; with one thread, seconds of its CPU time
     tokens   {scenario: tokens of a step}
-    differs  names whose logits are not the first one's to the bit, by scenario
+    differs  names whose logits are not those of ``fixed`` to the bit, by scenario
 
 and writes OUT/NAME.npy for each name: the logits after each token of TOKENS (JSON), one decode at a time.
 """
@@ -40,6 +40,7 @@ from headrace.models.resolve import resolve_model
 BLOCK_SIZE = 16
 LEAST_ROUNDS = 7
 CPU = torch.device("cpu")
+FIXED = "fixed"
 
 # (tokens already cached, tokens of this step) of each sequence
 SCENARIOS: dict[str, list[tuple[int, int]]] = {
@@ -144,15 +145,13 @@ def measure(steps: Steps, seconds: float, threads: int) -> dict[str, Any]:
     names = list(steps.tables)
     result: dict[str, Any] = {"times": {}, "tokens": {}, "differs": {}}
     for scenario, sequences in SCENARIOS.items():
-        steps.use(names[0])
+        steps.use(FIXED)
         call = steps.scenario(sequences)
         logits = {}
         for name in names:
             steps.use(name)
             logits[name] = call().clone()
-        result["differs"][scenario] = [
-            name for name in names if not torch.equal(logits[name], logits[names[0]])
-        ]
+        result["differs"][scenario] = [name for name in names if not torch.equal(logits[name], logits[FIXED])]
         result["times"][scenario] = take_turns(steps, call, seconds, clock)
         result["tokens"][scenario] = sum(new for _, new in sequences)
     return result
