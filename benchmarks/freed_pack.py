@@ -1,9 +1,6 @@
 """Packs for ``bench invariance``, made of packs/cpu by naming what becomes what.
 
     fixed   packs/cpu as it is
-    same    the same additions in the same order, the same bits, with what the freed kernels do better and the
-            order does not forbid: where a row's last chunk of keys is short, the next task's keys are fetched
-            a chunk earlier; turned keys are used where they are, in registers
     freed   no order is promised: decode rows attend by freed/attend_decode.h, and the compiler may reorder
             and fuse
 
@@ -46,70 +43,6 @@ class Variant:
 
 
 FIXED = Variant("fixed")
-
-SAME = Variant(
-    "same",
-    (
-        Change(
-            "attend.h", '#include "attend_tile.h"\n', '#include "attend_tile.h"\n#include "score_turned.h"\n'
-        ),
-        Change(
-            "attend.h",
-            "                turn(at, stop, panel);\n"
-            "                multiply(count, q, width, room.keys, 0, at - before, stop - before, pairs, "
-            "room.scores + before * LANES, CHUNK);\n",
-            "                for (int i = at; i < stop; i += 2)\n"
-            "                    score_turned(count, q, width, here(), there(), i * LANES, c.head_dim, "
-            "room.scores);\n",
-        ),
-        Change(
-            "attend_tile.h",
-            "// Into the second-level cache: more can be",
-            "struct Addresses;\n"
-            "thread_local const Addresses *beyond;  // fetched beside the next chunk, or null\n"
-            "// Into the second-level cache: more can be",
-        ),
-        Change(
-            "attend_tile.h",
-            "        for (int64_t line = 0; line < lines; line++) fetch(next.keys[i] + line * 32);\n"
-            "    for (",
-            "        for (int64_t line = 0; line < lines; line++) fetch(next.keys[i] + line * 32);\n"
-            "    if (const Addresses *more = beyond)\n"
-            "        for (int i = at; i < at + LANES; i++)\n"
-            "            for (int64_t line = 0; line < lines; line++) fetch(more->keys[i] + line * 32);\n"
-            "    for (",
-        ),
-        Change(
-            "attend_tile.h",
-            "    vf sums[R][2 * L] = {};\n",
-            "    vf sums[R][2 * L] = {};\n    const Addresses *more = beyond;\n",
-        ),
-        Change(
-            "attend_tile.h",
-            "fetch(next.values[2 * pair] + at), fetch(next.values[2 * pair + 1] + at);",
-            "fetch(next.values[2 * pair] + at), fetch(next.values[2 * pair + 1] + at);\n"
-            "            if (more)\n"
-            "                fetch(more->values[2 * pair] + at), fetch(more->values[2 * pair + 1] + at);",
-        ),
-        Change("attend.h", "where = carver.take<Addresses>(2);", "where = carver.take<Addresses>(3);"),
-        Change(
-            "attend.h",
-            "            else prepare(room.where[half ^ 1]);\n",
-            "            else prepare(room.where[half ^ 1]);\n"
-            "            beyond = nullptr;\n"
-            "            const int64_t last = len(vectors() - 1) - (chunk + 1) * CHUNK;\n"
-            "            if (few() && chunk + 2 == task.to && last < CHUNK / 2) {\n"
-            "                const int64_t then = __atomic_load_n(plan.next, __ATOMIC_RELAXED);\n"
-            "                if (then < plan.num_tasks) {\n"
-            "                    const AttendTask &one = plan.tasks[then];\n"
-            "                    AttendWork{c, plan, one, room}.find(one.from, room.where[2]);\n"
-            "                    beyond = &room.where[2];\n"
-            "                }\n"
-            "            }\n",
-        ),
-    ),
-    headers=("score_turned.h",),
-)
 
 FREED = Variant(
     "freed",

@@ -1,9 +1,8 @@
 """bench invariance: what the fixed order of additions costs the shipped kernels.
 
-    fixed    packs/cpu as it ships                      ┐
-    again    the same once more: what chance makes of it│ the same steps in turns,
-    same     the same bits, better written              │ in one process
-    freed    no order is promised                       ┘
+    fixed    packs/cpu as it is                          ┐ the same steps
+    again    the same once more: what chance makes of it │ in turns,
+    freed    no order is promised                        ┘ in one process
 
 Steps of the model alone: forward and logits, no scheduling, sampling or sockets, which would hide a cost.
 A cost is 1 - speed in fixed order / speed without it, a median over rounds.
@@ -25,7 +24,7 @@ import numpy as np
 
 from benchmarks.child import niced
 from benchmarks.contenders import Model, environment
-from benchmarks.freed_pack import FIXED, FREED, SAME, write_variant
+from benchmarks.freed_pack import FIXED, FREED, write_variant
 from benchmarks.quality import kl_divergence, reference_logits
 from headrace.bench.metrics import interquartile_range, median
 from headrace.bench.recipe import base_recipe
@@ -37,7 +36,7 @@ COST_TARGET = Target("value", "<", 0.05)
 RIGHT_TARGET = Target("ratio", "<=", 1.5)
 FORMS = {"bf16": "none", "file": "auto"}
 """Names of forms and what the loader is told."""
-SIDES = ("fixed", "again", "same", "freed")
+SIDES = ("fixed", "again", "freed")
 TIMEOUT_S = 3600.0
 
 
@@ -65,8 +64,6 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
         "prefill_512: a prompt",
         "forms": "bf16; file: the blocks of the shipped file",
         "cost": "1 - speed in fixed order / speed freed of it",
-        "of_the_order": "the same for kernels with the bits of the shipped ones that do what else the freed "
-        "do: keys fetched earlier and kept in registers",
         "chance": "the same between two copies of the shipped kernels",
         "freed": "attention of decodes by another kernel; flags " + " ".join(FREED.flags),
         "repetitions": f"{arguments.repeats} processes a form (memory lies elsewhere in each), in each "
@@ -79,7 +76,7 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     with tempfile.TemporaryDirectory(prefix="headrace-invariance-") as folder:
         packs = {
             name: write_variant(variant, Path(folder) / name)
-            for name, variant in zip(SIDES, (FIXED, FIXED, SAME, FREED), strict=True)
+            for name, variant in zip(SIDES, (FIXED, FIXED, FREED), strict=True)
         }
         for form in forms:
             print(f"{form}: building what is not built, then measuring", file=sys.stderr, flush=True)
@@ -92,11 +89,10 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
 @dataclass
 class Measured:
     """``times`` are seconds by scenario and side, a round's at the same place; ``tokens`` are a step's.
-    ``differs``: sides whose bits are not the shipped kernels'. ``kl``: by side."""
+    ``kl``: by side."""
 
     times: dict[str, dict[str, list[float]]]
     tokens: dict[str, int]
-    differs: dict[str, set[str]]
     kl: dict[str, float]
 
 
@@ -105,7 +101,7 @@ def measure(
 ) -> Measured:
     """Every process loads the sides in another order, so that none always gets the better memory."""
     tokens, reference = reference_logits(Model.resolve(arguments.model))
-    pooled = Measured({}, {}, {}, {})
+    pooled = Measured({}, {}, {})
     names = list(packs)
     for repeat in range(max(1, arguments.repeats)):
         first = repeat % len(names)
@@ -119,7 +115,6 @@ def measure(
             kept = pooled.times.setdefault(scenario, {name: [] for name in names})
             for name, values in times.items():
                 kept[name] += values
-            pooled.differs.setdefault(scenario, set()).update(answer["differs"][scenario])
     pooled.kl = {name: kl_divergence(reference, np.load(folder / f"{name}.npy")) for name in names}
     return pooled
 
@@ -144,13 +139,12 @@ def _answer(command: list[str], arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def rows_of(form: str, measured: Measured) -> list[Row]:
-    """Of each scenario: speeds, the cost, how much of it is the order's own, and chance."""
+    """Of each scenario: speeds, the cost, and chance."""
     rows = []
     for scenario, times in measured.times.items():
         tokens = measured.tokens[scenario]
         speeds = {name: [tokens / seconds for seconds in values] for name, values in times.items()}
         name = f"{form}.{scenario}"
-        others = measured.differs[scenario] & {"again", "same"}
         rows.append(
             make_row(
                 name,
@@ -163,17 +157,6 @@ def rows_of(form: str, measured: Measured) -> list[Row]:
             )
         )
         rows.append(_cost_row(f"{name}.cost", times, "fixed", "freed", COST_TARGET))
-        rows.append(
-            make_row(
-                f"{name}.of_the_order",
-                None,
-                "",
-                target=COST_TARGET,
-                note=f"not measured: {', '.join(sorted(others))} gave other bits than the shipped kernels",
-            )
-            if others
-            else _cost_row(f"{name}.of_the_order", times, "same", "freed", COST_TARGET)
-        )
         rows.append(_cost_row(f"{name}.chance", times, "fixed", "again"))
     rows.append(
         make_row(

@@ -6,7 +6,6 @@ OUT is a folder. Prints one JSON line:
 
     times    {scenario: {name: [seconds of each round]}}; with one thread, seconds of its CPU time
     tokens   {scenario: tokens of a step}
-    differs  names whose logits are not those of ``fixed`` to the bit, by scenario
 
 and writes OUT/NAME.npy for each name: the logits after each token of TOKENS (JSON), one decode at a time.
 """
@@ -142,16 +141,10 @@ def load(model_name: str, quantization: Literal["auto", "none"], folders: dict[s
 @torch.inference_mode()
 def measure(steps: Steps, seconds: float, threads: int) -> dict[str, Any]:
     clock = time.thread_time if threads == 1 else time.perf_counter
-    names = list(steps.tables)
-    result: dict[str, Any] = {"times": {}, "tokens": {}, "differs": {}}
+    result: dict[str, Any] = {"times": {}, "tokens": {}}
     for scenario, sequences in SCENARIOS.items():
         steps.use(FIXED)
         call = steps.scenario(sequences)
-        logits = {}
-        for name in names:
-            steps.use(name)
-            logits[name] = call().clone()
-        result["differs"][scenario] = [name for name in names if not torch.equal(logits[name], logits[FIXED])]
         result["times"][scenario] = take_turns(steps, call, seconds, clock)
         result["tokens"][scenario] = sum(new for _, new in sequences)
     return result

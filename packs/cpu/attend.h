@@ -246,7 +246,7 @@ struct AttendPlan {
 
 // A thread's own memory.
 struct AttendRoom {
-    Addresses *where;  // of the chunk at work and of the next
+    Addresses *where;  // of the chunk at work, of the next, and of what is fetched besides
     uint32_t *keys, *values;
     float *scores, *sums;      // (BATCH, CHUNK), (BATCH, value_width)
     float *most, *total;       // of a chunk, at lane_of each vector of a tile
@@ -255,7 +255,7 @@ struct AttendRoom {
 
     void carve(const Cache &c, int64_t rows, Carver &carver) {
         const int64_t vectors = rows * c.fan, lanes = lanes_of(vectors), width = c.value_width();
-        where = carver.take<Addresses>(2);
+        where = carver.take<Addresses>(3);
         keys = carver.take<uint32_t>(c.key_width() / 2 * CHUNK);
         values = carver.take<uint32_t>((width + PANEL - 1) / PANEL * PANEL * CHUNK_PAIRS);
         scores = carver.take<float>(BATCH * CHUNK), sums = carver.take<float>(BATCH * width);
@@ -282,6 +282,7 @@ struct AttendWork {
     const AttendTask &task;
     const AttendRoom &room;
     int half = 0;  // of room.where, that has the chunk at work
+    const Addresses *beyond = nullptr;  // fetched beside the next chunk's
 
     int64_t vectors() const { return task.rows * c.fan; }
     int64_t len(int64_t vector) const { return task.len + vector / c.fan; }
@@ -313,17 +314,21 @@ struct AttendWork {
         end = to < begin + CHUNK ? (int)((to - begin + LANES - 1) / LANES) : CHUNK_VECTORS;
     }
 
-    // Vectors [from, end) of the chunk's keys, turned; `panel` is the first that is kept.
-    void turn(int from, int end, int panel) const {
-        const int64_t size = c.key_width() / 2 * PANEL;
-        for (int i = from; i < end; i++) turn_keys(here(), there(), i * LANES, c.head_dim, room.keys + (i / PANEL_VECTORS - panel) * size + i % PANEL_VECTORS * LANES);
+    // The next task's first chunk, where this one's last is too short for it to be fetched meanwhile; or null.
+    const Addresses *after_a_short_one(int64_t chunk) const {
+        if (!few() || chunk + 2 != task.to || len(vectors() - 1) - (chunk + 1) * CHUNK >= CHUNK / 2) return nullptr;
+        const int64_t then = __atomic_load_n(plan.next, __ATOMIC_RELAXED);
+        if (then >= plan.num_tasks) return nullptr;
+        AttendWork{c, plan, plan.tasks[then], room}.find(plan.tasks[then].from, room.where[2]);
+        return &room.where[2];
     }
 
-    // For a task of many vectors, once a chunk.
+    // Keys turned and values paired, for a task of many vectors, once a chunk.
     void turn_all(int64_t chunk) const {
+        const int64_t size = c.key_width() / 2 * PANEL;
         int first, end;
         seen(chunk * CHUNK, c.first_key(task.len), len(vectors() - 1), first, end);
-        turn(first, end, 0);
+        for (int i = first; i < end; i++) turn_keys(here(), there(), i * LANES, c.head_dim, room.keys + i / PANEL_VECTORS * size + i % PANEL_VECTORS * LANES);
         pair_values(here(), there(), first * LANES / 2, end * LANES / 2, c.v_head_dim, room.values);
     }
 
@@ -336,15 +341,12 @@ struct AttendWork {
         seen(begin, c.first_key(low_len), high_len, first, end);
         const int64_t width = c.key_width() / 2, pairs = (c.head_dim + 1) / 2;
         const uint32_t *q = (const uint32_t *)plan.queries + ((task.kv_head * c.rows + task.row) * c.fan + from) * width;
-        if (few()) {
-            for (int at = first; at < end; at = (at / PANEL_VECTORS + 1) * PANEL_VECTORS) {
-                const int panel = at / PANEL_VECTORS, before = panel * PANEL_VECTORS, stop = before + PANEL_VECTORS < end ? before + PANEL_VECTORS : end;
-                turn(at, stop, panel);
-                multiply(count, q, width, room.keys, 0, at - before, stop - before, pairs, room.scores + before * LANES, CHUNK);
-            }
-        } else {
+#ifdef __AVX512F__
+        if (few())
+            for (int at = first; at < end; at += 2) score_turned(count, q, width, here(), there(), beyond, at * LANES, c.head_dim, room.scores);
+        else
+#endif
             multiply(count, q, width, room.keys, width * PANEL, first, end, pairs, room.scores, CHUNK);
-        }
         const bool whole = low_len >= begin + CHUNK && c.first_key(high_len) <= begin;
         float *most = room.most + lane_of(from), *total = room.total + lane_of(from);
         if (c.softcap > 0)
@@ -363,7 +365,7 @@ struct AttendWork {
         const int from_pair = first * LANES / 2, end_pair = end * LANES / 2;
 #ifdef __AVX512F__
         if (few()) {
-            multiply_values(count, weights, CHUNK, here(), there(), from_pair, end_pair, c.v_head_dim, sums, c.value_width());
+            multiply_values(count, weights, CHUNK, here(), there(), beyond, from_pair, end_pair, c.v_head_dim, sums, c.value_width());
             return true;
         }
 #endif
@@ -430,6 +432,7 @@ struct AttendWork {
         for (int64_t chunk = task.from; chunk < task.to; chunk++) {
             if (chunk + 1 < task.to) find(chunk + 1, room.where[half ^ 1]);
             else prepare(room.where[half ^ 1]);
+            beyond = after_a_short_one(chunk);
             if (!few()) turn_all(chunk);
             float *partial = group ? partials + (chunk - group->from) * size : nullptr;
             batches([&](int64_t from, int64_t count) __attribute__((always_inline)) {

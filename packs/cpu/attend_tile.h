@@ -240,10 +240,47 @@ INLINE void pair_values(const Addresses &where, const Addresses &next, int from,
 }
 
 #ifdef __AVX512F__
+// Scores of R query vectors on keys [at, at + 32): what multiply_tile makes of turn_keys, from registers. The next chunk's
+// keys are fetched, and those of `beyond`, which may be null.
+template <int R>
+__attribute__((noinline)) void score_keys(const uint32_t *q, int64_t stride, const Addresses &where, const Addresses &next, const Addresses *beyond, int at, int64_t dim, float *scores) {
+    vf sums[R][2] = {};
+    for (int64_t line = 0; line < half_lines(dim); line++) {
+        __m512i block[LANES];
+        alignas(64) __m512i first[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            fetch(next.keys[at + i] + line * 32), fetch(next.keys[at + LANES + i] + line * 32);
+            if (beyond) fetch(beyond->keys[at + i] + line * 32), fetch(beyond->keys[at + LANES + i] + line * 32);
+            block[i] = (__m512i)load_pairs(where.keys[at + i], line * 32, dim);
+        }
+        transpose(block);
+        memcpy(first, block, sizeof first);
+        asm volatile("" ::: "memory");  // or loads of the second sixteen push the first out of registers twice
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) block[i] = (__m512i)load_pairs(where.keys[at + LANES + i], line * 32, dim);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const vu one = q[r * stride + line * LANES + i] - vu{};
+                add_dot(sums[r][0], (vu)first[i], one), add_dot(sums[r][1], (vu)block[i], one);
+            }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) store(scores + r * CHUNK + at, sums[r][0]), store(scores + r * CHUNK + at + LANES, sums[r][1]);
+}
+INLINE void score_turned(int64_t rows, const uint32_t *q, int64_t stride, const Addresses &where, const Addresses &next, const Addresses *beyond, int at, int64_t dim, float *scores) {
+    for (; rows >= 3; rows -= 3, q += 3 * stride, scores += 3 * CHUNK) score_keys<3>(q, stride, where, next, beyond, at, dim, scores);
+    if (rows == 2) score_keys<2>(q, stride, where, next, beyond, at, dim, scores);
+    if (rows == 1) score_keys<1>(q, stride, where, next, beyond, at, dim, scores);
+}
+
 // c (R, 2 · L vectors) = a (R, pairs) · values of pairs [from, to) from dimension d on, paired up as they are read: what
 // multiply_tile makes of pair_values
 template <int R, int L>
-__attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t from, int64_t to, int64_t d, int64_t dim, float *c, int64_t c_stride) {
+__attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, const Addresses *beyond, int64_t from, int64_t to, int64_t d, int64_t dim, float *c, int64_t c_stride) {
     vf sums[R][2 * L] = {};
     for (int64_t pair = from; pair < to; pair++) {
         vu column[2 * L];
@@ -251,6 +288,7 @@ __attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride,
         for (int line = 0; line < L; line++) {
             const int64_t at = d + line * 32;
             fetch(next.values[2 * pair] + at), fetch(next.values[2 * pair + 1] + at);
+            if (beyond) fetch(beyond->values[2 * pair] + at), fetch(beyond->values[2 * pair + 1] + at);
             pair_up(load_pairs(where.values[2 * pair], at, dim), load_pairs(where.values[2 * pair + 1], at, dim), column[2 * line], column[2 * line + 1]);
         }
 #pragma GCC unroll 8
@@ -265,25 +303,25 @@ __attribute__((noinline)) void weigh_values(const uint32_t *a, int64_t a_stride,
 #pragma GCC unroll 4
         for (int n = 0; n < 2 * L; n++) store(c + r * c_stride + n * LANES, sums[r][n]);
 }
-template <int L> INLINE void weigh_rows(int rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t from, int64_t to, int64_t d, int64_t dim, float *c, int64_t c_stride) {
+template <int L> INLINE void weigh_rows(int rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, const Addresses *beyond, int64_t from, int64_t to, int64_t d, int64_t dim, float *c, int64_t c_stride) {
     switch (rows) {
-    case 1: return weigh_values<1, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
-    case 2: return weigh_values<2, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
-    case 3: return weigh_values<3, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
-    case 4: return weigh_values<4, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
+    case 1: return weigh_values<1, L>(a, a_stride, where, next, beyond, from, to, d, dim, c, c_stride);
+    case 2: return weigh_values<2, L>(a, a_stride, where, next, beyond, from, to, d, dim, c, c_stride);
+    case 3: return weigh_values<3, L>(a, a_stride, where, next, beyond, from, to, d, dim, c, c_stride);
+    case 4: return weigh_values<4, L>(a, a_stride, where, next, beyond, from, to, d, dim, c, c_stride);
 #if defined(__AVX512BF16__)
-    case 5: return weigh_values<5, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
-    case 6: return weigh_values<6, L>(a, a_stride, where, next, from, to, d, dim, c, c_stride);
+    case 5: return weigh_values<5, L>(a, a_stride, where, next, beyond, from, to, d, dim, c, c_stride);
+    case 6: return weigh_values<6, L>(a, a_stride, where, next, beyond, from, to, d, dim, c, c_stride);
 #endif
     }
 }
-INLINE void multiply_values(int64_t rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, int64_t from, int64_t to, int64_t dim, float *c, int64_t c_stride) {
+INLINE void multiply_values(int64_t rows, const uint32_t *a, int64_t a_stride, const Addresses &where, const Addresses &next, const Addresses *beyond, int64_t from, int64_t to, int64_t dim, float *c, int64_t c_stride) {
     for (int64_t row = 0; row < rows; row += TILE_ROWS) {
         const int here = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
         const uint32_t *weights = a + row * a_stride;
         int64_t d = 0;
-        for (; d + 32 < dim; d += 64) weigh_rows<2>(here, weights, a_stride, where, next, from, to, d, dim, c + row * c_stride + d, c_stride);
-        for (; d < dim; d += 32) weigh_rows<1>(here, weights, a_stride, where, next, from, to, d, dim, c + row * c_stride + d, c_stride);
+        for (; d + 32 < dim; d += 64) weigh_rows<2>(here, weights, a_stride, where, next, beyond, from, to, d, dim, c + row * c_stride + d, c_stride);
+        for (; d < dim; d += 32) weigh_rows<1>(here, weights, a_stride, where, next, beyond, from, to, d, dim, c + row * c_stride + d, c_stride);
     }
 }
 #endif
