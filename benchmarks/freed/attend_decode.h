@@ -143,7 +143,7 @@ __attribute__((noinline)) void attend_part(const Cache &c, const uint32_t *q, co
         }
         state.total[r] = state.total[r] * kept[r] + _mm512_reduce_add_ps(total), state.most[r] = most;
     }
-    multiply_values(R, (const uint32_t *)scores, CHUNK, where, next, 0, vectors * LANES / 2, c.v_head_dim, part, width);
+    multiply_values(R, (const uint32_t *)scores, CHUNK, where, next, nullptr, 0, vectors * LANES / 2, c.v_head_dim, part, width);
     for (int r = 0; r < R; r++) add_shares(state.sums + r * width, kept[r], part + r * width, 1.0f, width);
 }
 
