@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+import msgspec
+
 from headrace.cli.console import Printer
 from headrace.cli.pack_check import check_pack
 from headrace.core.errors import HeadraceError, RecordError, UsageError
@@ -46,7 +48,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError("a folder of records is needed", hint="--record DIR, as `headrace serve` was given")
     if arguments.threads is not None and arguments.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {arguments.threads}", param="--threads")
-    record = find_record(Path(arguments.record).expanduser(), arguments.request_id)
+    if arguments.pack == "":
+        raise UsageError("--pack needs a folder, got none", hint="leave it out, or name one", param="--pack")
+    record = find_record(Path(os.path.expanduser(arguments.record)), arguments.request_id)
     origin = _only_origin(record)
     pack = _pack(origin, arguments.pack)
     printer = Printer()
@@ -55,14 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     from headrace.engine.replay import check_origin, replay
     from headrace.models.resolve import resolve_model
 
-    config = EngineConfig(
-        dtype="float32" if origin.dtype == "float32" else "bfloat16",
-        quantization=origin.quantization,  # type: ignore[arg-type]
-        pack=pack,
-        max_model_len=None if record.max_model_len in (0, UNKNOWN_MODEL_LEN) else record.max_model_len,
-        max_num_seqs=max(len(request.samples) for request in record.requests),
-        threads=arguments.threads,
-    )
+    config = _settings(record, origin, pack, arguments.threads)
     with printer.progress() as progress:
         resolved = resolve_model(
             arguments.model or record.source,
@@ -106,6 +103,25 @@ def _only_origin(record: AnswerRecord) -> Origin:
             code=OTHER_PACK,
         )
     return origins[0]
+
+
+def _settings(record: AnswerRecord, origin: Origin, pack: str, threads: int | None) -> EngineConfig:
+    """Those of an engine that computes the record again. Raises RecordError for one that no engine has."""
+    fields = {
+        "dtype": origin.dtype,
+        "quantization": origin.quantization,
+        "pack": pack,
+        "max_model_len": None if record.max_model_len in (0, UNKNOWN_MODEL_LEN) else record.max_model_len,
+        "max_num_seqs": max(len(request.samples) for request in record.requests),
+        "threads": threads,
+    }
+    try:
+        return msgspec.convert(fields, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise RecordError(
+            f"{record.id} was made with settings that this version does not have: {error}",
+            hint="replay it with the version that wrote it",
+        ) from None
 
 
 def _pack(origin: Origin, folder: str | None) -> str:

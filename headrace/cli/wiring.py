@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket as sockets
 import time
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ async def run_server(settings: Settings, printer: Printer) -> None:
     started = time.monotonic()
     _print_heading(settings, printer)
     if settings.gateway.record is not None:
-        prepare_folder(Path(settings.gateway.record).expanduser())
+        prepare_folder(Path(os.path.expanduser(settings.gateway.record)))
     with Signals() as signals:
         async with contextlib.AsyncExitStack() as stack:
             socket = stack.enter_context(bind_socket(settings.gateway))

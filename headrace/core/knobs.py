@@ -18,6 +18,7 @@ from msgspec import Meta
 from headrace.core.packs import AUTO
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
@@ -53,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "operators), or the folder of a pack.",
             "hot",
             word="PACK",
+            min_length=1,
         ),
     ] = AUTO
     max_model_len: Annotated[
@@ -129,7 +131,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _knob("Unread output after which a slow reader is cut off.", "cold", gt=0)
     ] = 16.0
     record: Annotated[
-        str | None,
+        NonEmpty | None,
         _knob(
             "Folder in which finished answers are recorded, prompts included, for `headrace replay`; "
             "default: none is.",

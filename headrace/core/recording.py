@@ -2,13 +2,15 @@
 
     DIR/<id>.json    {"digest": …, "record": an AnswerRecord}; the digest is over the record's bytes
 
-A file appears whole or not at all. ``headrace replay`` computes a record again and compares.
+A file appears whole or not at all. A folder may hold other files, which are never removed.
+``headrace replay`` computes a record again and compares.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import struct
@@ -17,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.core.errors import RecordError
+from headrace.core.errors import InvalidRequestError, RecordError
+from headrace.core.files import MEGABYTE, open_regular, read_regular
 from headrace.core.messages import Origin
 from headrace.core.request import SamplingParams
 
@@ -25,7 +28,14 @@ FORMAT = 1
 SUFFIX = ".json"
 UNKNOWN, DAMAGED = "record_unknown", "record_damaged"
 OTHER_MODEL, OTHER_PACK = "record_of_other_model", "record_of_other_pack"
+MAX_BYTES = 1024 * MEGABYTE
+"""The largest record that is read."""
+
 _NAME = re.compile(r"[\w.-]{1,200}")
+_OWN_NAME = re.compile(r"(chat)?cmpl-[0-9a-f]{32}\.json")
+_OWN_BEGIN = re.compile(rb'\{"digest":"[0-9a-f]{64}","record":\{"format":')
+_BEGIN_BYTES = 128
+_WORD = 1 << 32
 
 
 class RecordedSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +87,12 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float32."""
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    """The bits of a float32; what is too large for one is infinite."""
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:
+        packed = struct.pack("<f", math.copysign(math.inf, value))
+    bits: int = struct.unpack("<I", packed)[0]
     return bits
 
 
@@ -105,14 +119,27 @@ def write_record(folder: Path, name: str, content: bytes) -> None:
         raise
 
 
-def read_record(path: Path) -> AnswerRecord:
-    """Raises RecordError where it is not whole."""
+def is_record(path: Path) -> bool:
+    """Whether a recorder wrote this file, by its name and its first bytes."""
+    if _OWN_NAME.fullmatch(path.name) is None:
+        return False
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        with open_regular(path, os.O_NOFOLLOW) as file:
+            return _OWN_BEGIN.match(file.read(_BEGIN_BYTES)) is not None
+    except OSError:
+        return False
+
+
+def read_record(path: Path) -> AnswerRecord:
+    """Raises RecordError where it is not whole, or holds what no answer can have."""
+    try:
+        file = msgspec.json.decode(read_regular(path, MAX_BYTES), type=_File)
         if hashlib.sha256(bytes(file.record)).hexdigest() != file.digest:
             raise RecordError(f"{path} is damaged: its digest is another", code=DAMAGED)
         record = msgspec.json.decode(file.record, type=AnswerRecord)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}", code=DAMAGED) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"{path} is damaged: {error}", code=DAMAGED) from None
     if record.format != FORMAT:
         raise RecordError(
@@ -120,28 +147,68 @@ def read_record(path: Path) -> AnswerRecord:
             hint="replay it with the version that wrote it",
             code=DAMAGED,
         )
+    wrong = _wrong(record)
+    if wrong is not None:
+        raise RecordError(f"{path} is damaged: {wrong}", code=DAMAGED)
     return record
+
+
+def _wrong(record: AnswerRecord) -> str | None:
+    """What is out of range in a record of the right form: a digest does not say who made it."""
+    for name, least in (("max_model_len", 0), ("num_rescues", 0)):
+        if getattr(record, name) < least:
+            return f"{name} must be at least {least}, is {getattr(record, name)}"
+    for request in record.requests:
+        try:
+            request.sampling.validate()
+        except InvalidRequestError as error:
+            return error.message
+        if not request.prompt:
+            return f"the prompt of {request.request_id!r} is empty"
+        if len(request.samples) != request.sampling.n:
+            return f"n is {request.sampling.n}, samples are {len(request.samples)}"
+        numbers = {"token of the prompt": request.prompt}
+        for index, sample in enumerate(request.samples):
+            if len(sample.token_ids) != len(sample.logprob_bits):
+                return (
+                    f"sample {index} has {len(sample.token_ids)} tokens and "
+                    f"{len(sample.logprob_bits)} log-probabilities"
+                )
+            numbers[f"token of sample {index}"] = sample.token_ids
+            numbers[f"log-probability of sample {index}"] = sample.logprob_bits
+        for what, values in numbers.items():
+            if values and not (min(values) >= 0 and max(values) < _WORD):
+                outside = next(value for value in values if not 0 <= value < _WORD)
+                return f"a {what} is {outside}, which is no number of 32 bits"
+    return None
 
 
 def find_record(folder: Path, wanted: str) -> AnswerRecord:
     """The record of an answer's id, or the newest of a request's id. Raises RecordError."""
-    if _NAME.fullmatch(wanted) and (folder / (wanted + SUFFIX)).is_file():
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
+    except OSError as error:
+        raise RecordError(
+            f"the folder of records {folder} cannot be read: {error.strerror}",
+            hint="--record DIR, as `headrace serve` was given",
+            code=UNKNOWN,
+        ) from None
+    if _NAME.fullmatch(wanted) and wanted + SUFFIX in names:
         return read_record(folder / (wanted + SUFFIX))
     found: list[AnswerRecord] = []
-    num_damaged = num_read = 0
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        num_read += 1
+    unread: list[str] = []
+    for name in names:
         try:
-            record = read_record(path)
+            record = read_record(folder / name)
         except RecordError:
-            num_damaged += 1
+            unread.append(name)
             continue
         if wanted == record.caller_id or any(wanted == one.request_id for one in record.requests):
             found.append(record)
     if not found:
-        damaged = f", {num_damaged} of them damaged" if num_damaged else ""
+        beside = f", and {len(unread)} files that are none or damaged, {unread[0]} first" if unread else ""
         raise RecordError(
-            f"no record of {wanted!r} in {folder} (it has {num_read} records{damaged})",
+            f"no record of {wanted!r} in {folder} (it has {len(names) - len(unread)} records{beside})",
             hint="ids are an answer's `id` or its x-request-id; "
             "answers are recorded by `headrace serve --record DIR`, the oldest are dropped",
             code=UNKNOWN,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.core.errors import PackError, StartupError
+from headrace.core.files import MEGABYTE, read_regular
 
 if TYPE_CHECKING:  # the library takes a while to import, and few need it
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -23,6 +24,9 @@ PROJECT_KEYS = Path(__file__).parent / "trusted"
 """The public keys of those who sign the packs that ship with Headrace."""
 
 TRUSTED = "trusted"
+
+MAX_BYTES = 64 * MEGABYTE
+"""The largest manifest or signature that is read."""
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +50,9 @@ def check_signed(folder: Path) -> None:
     The files are checked against the manifest by whoever builds them."""
     own = key_folder() / TRUSTED
     try:
-        body = (folder / "pack.json").read_bytes()
-        signature = msgspec.json.decode((folder / "signature.json").read_bytes(), type=Signature)
+        body = read_regular(folder / "pack.json", MAX_BYTES)
+        signed = read_regular(folder / "signature.json", MAX_BYTES)
+        signature = msgspec.json.decode(signed, type=Signature)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PackError(
             f"{folder} is no signed pack: {error}", hint="`headrace packs list` shows those that are"

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.core.errors import EngineError, HeadraceError, InvalidRequestError, NotFoundError, PackError
+from headrace.core.files import read_regular
 from headrace.core.messages import Failed, PackFailed, PackReady
+from headrace.core.signatures import MAX_BYTES
 from headrace.kernels.table import OpTable
 from headrace.models.causal_lm import CausalLM
 
@@ -130,6 +132,8 @@ def load_native_pack(
 def pack_id_of(folder: Path) -> str:
     """The digest of the pack's manifest. Raises PackError where there is none."""
     try:
-        return hashlib.sha256((folder / "pack.json").read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(folder / "pack.json", MAX_BYTES)).hexdigest()
     except OSError as error:
-        raise PackError(f"{folder} is no pack: {error}", hint="`headrace packs list` shows them") from error
+        raise PackError(
+            f"{folder} is no pack: pack.json: {error.strerror}", hint="`headrace packs list` shows them"
+        ) from error

@@ -8,8 +8,12 @@ the event loop.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -22,12 +26,12 @@ from headrace.core.errors import UsageError
 from headrace.core.messages import Origin, Output
 from headrace.core.recording import (
     FORMAT,
-    SUFFIX,
     AnswerRecord,
     RecordedRequest,
     RecordedSample,
     encode_record,
     float_bits,
+    is_record,
     write_record,
 )
 
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
     from headrace.gateway.state import ServedModel
 
 MEGABYTE = 1024 * 1024
+QUIET_S = 60.0
+"""For so long nothing more is said of what was said, though it may have gone well meanwhile."""
+PROBE_BYTES = 4096
 MAX_WAITING = 256
 """Records on their way to the disk; more are dropped, as nobody waits for a slow one."""
 
@@ -135,20 +142,25 @@ class Recorder:
         self._max_answers = max_answers
         self._max_bytes = max_bytes
         self._log = log
-        self._num_waiting = 0
-        self._complained = False
+        self._room = threading.BoundedSemaphore(MAX_WAITING)
+        self._own: set[str] = set()  # names of files that are known to be records
+        self._said: dict[str, float] = {}  # what was said, and when
         self._thread = ThreadPoolExecutor(1, "recorder")
 
     def begin(self, answer_id: str, served: ServedModel) -> Recording:
         return Recording(answer_id, served)
 
     def keep(self, record: AnswerRecord) -> None:
-        """Writes it soon; what cannot be written is said once, and lost."""
-        if self._num_waiting >= MAX_WAITING:
-            self._complain(f"the disk is too slow for it, {record.id} is not recorded")
+        """Writes it soon; what cannot be written is said once, and lost. Never raises: the caller has an
+        answer to give."""
+        if not self._room.acquire(blocking=False):
+            self._complain("slow", f"the disk is too slow for it, {record.id} is not recorded")
             return
-        self._num_waiting += 1
-        self._thread.submit(self._write, record)
+        try:
+            self._thread.submit(self._write, record)
+        except RuntimeError:  # closed: the server stops
+            self._room.release()
+            self._complain("closed", f"{record.id} ended too late, it is not recorded")
 
     def close(self) -> None:
         """Returns when everything is written."""
@@ -158,47 +170,78 @@ class Recorder:
         try:
             content = encode_record(record)
             if len(content) > self._max_bytes:
-                self._complain(f"{record.id} takes {len(content)} bytes, more than --record-mb")
+                self._complain("large", f"{record.id} takes {len(content)} bytes, more than --record-mb")
                 return
             write_record(self._folder, record.id, content)
-            self._prune()
-            self._complained = False
         except Exception as error:
-            self._complain(f"{record.id} is not recorded: {error}")
+            self._complain(
+                "write", f"{record.id} is not recorded, others may not be either: {self._words(error)}"
+            )
+            return
         finally:
-            self._num_waiting -= 1
+            self._room.release()
+        try:
+            self._prune()
+        except Exception as error:
+            self._complain("prune", f"the oldest records cannot be dropped: {self._words(error)}")
+        else:
+            self._went_well()
 
     def _prune(self) -> None:
-        """Drops the oldest. Looks at the folder itself, as others may write to it."""
+        """Drops the oldest records, and nothing that is not one. Looks at the folder itself, as others may
+        write to it."""
         found = []
-        for entry in os.scandir(self._folder):
-            if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+        own = set()
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name not in self._own and not is_record(self._folder / entry.name):
+                    continue
+                own.add(entry.name)
                 with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
+                    status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, entry.name, status.st_size))
+        self._own = own
         found.sort(reverse=True)
         total = 0
         for number, (_, name, size) in enumerate(found):
             total += size
-            if number >= self._max_answers or total > self._max_bytes:
+            beyond = number >= self._max_answers or total > self._max_bytes
+            # asked once more: another file may have got the name of a record since
+            if beyond and is_record(self._folder / name):
                 (self._folder / name).unlink(missing_ok=True)
 
-    def _complain(self, message: str) -> None:
-        if not self._complained:
+    def _words(self, error: Exception) -> str:
+        if isinstance(error, OSError) and error.strerror:
+            return f"{self._folder}: {error.strerror}"
+        return f"{type(error).__name__}: {error}"
+
+    def _complain(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said[kind] = time.monotonic()
             self._log.warning("--record: %s", message)
-        self._complained = True
+
+    def _went_well(self) -> None:
+        """What fails after this is said anew, though not when it fails now and then."""
+        now = time.monotonic()
+        for kind in ("write", "prune"):
+            if now - self._said.get(kind, now) > QUIET_S:
+                self._said.pop(kind, None)
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes a folder that its owner alone may read, unless it is there. Raises UsageError."""
+    """Makes a folder that its owner alone may read, unless it is there, and tries whether records can be
+    written to it. Raises UsageError."""
     try:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder, buffering=0) as probe:
+            num_written = probe.write(bytes(PROBE_BYTES))
+            if num_written < PROBE_BYTES:
+                probe.write(bytes(PROBE_BYTES - num_written))  # says why the rest was not
     except OSError as error:
         raise UsageError(
             f"--record {folder}: cannot be written: {error.strerror}",
-            hint="name a folder of your own",
+            hint="name a folder of your own, on a disk that has room",
             param="--record",
         ) from None

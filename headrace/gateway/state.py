@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,7 +195,7 @@ class Gateway:
 
 def _recorder(config: GatewayConfig, log: logging.Logger) -> Recorder:
     assert config.record is not None
-    folder = Path(config.record).expanduser()
+    folder = Path(os.path.expanduser(config.record))
     max_bytes = int(config.record_mb * MEGABYTE)
     return Recorder(folder, max_answers=config.record_answers, max_bytes=max_bytes, log=log)
 

@@ -25,7 +25,9 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import PackError
+from headrace.core.files import read_regular
 from headrace.core.packs import KernelEntry, PackConditions, PackManifest
+from headrace.core.signatures import MAX_BYTES
 from headrace.core.words import count
 from headrace.optimize.digest import candidate_digest, candidate_files, file_digest
 from headrace.optimize.keys import Keys, Signature
@@ -311,10 +313,12 @@ def _files(folder: Path) -> list[str]:
 
 def _read(path: Path, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_regular(path, MAX_BYTES), type=kind)
     except FileNotFoundError:
         raise PackError(f"{path.parent} is no whole pack: {path.name} is missing") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except OSError as error:
+        raise PackError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PackError(f"{path}: {error}") from error
 
 

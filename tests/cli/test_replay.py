@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,5 +123,58 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.delenv("HEADRACE_RECORD", raising=False)
     assert main(["replay", "cmpl-1"]) == 2
     assert main(["replay", "cmpl-1", "--record", "/nowhere", "--threads", "0"]) == 2
+    assert main(["replay", "cmpl-1", "--record", "/nowhere", "--pack", ""]) == 2
+    assert "--pack needs a folder" in capsys.readouterr().err
     assert main(["replay", "cmpl-1", "--record", "/nowhere"]) == 1
-    assert "no record of 'cmpl-1' in /nowhere" in capsys.readouterr().err
+    assert "the folder of records /nowhere cannot be read: No such file" in capsys.readouterr().err
+    assert main(["replay", "cmpl-1", "--record", __file__]) == 1
+    assert "Not a directory" in capsys.readouterr().err
+    for command in (["run", "m", "hi"], ["serve", "m"]):
+        assert main([*command, "--pack", ""]) == 2
+        assert "--pack: expected" in capsys.readouterr().err
+    assert main(["serve", "m", "--record", ""]) == 2
+    assert "--record: expected" in capsys.readouterr().err
+    assert main(["serve", "m", "--record", __file__, "--port", "0"]) == 2
+    assert "cannot be written: it is no folder" in capsys.readouterr().err
+
+
+def test_pipes_are_not_waited_for(replay: Replay, made: AnswerRecord, folder: Path) -> None:
+    os.mkfifo(folder / "another.json")
+    assert replay("mine")[0] == 0
+    pack = folder / "pack"
+    pack.mkdir()
+    os.mkfifo(pack / "pack.json")
+    code, _, err = replay("mine", "--pack", str(pack))
+    assert code == 1 and "it is no regular file" in err
+
+
+@pytest.mark.parametrize(("name", "value"), [("quantization", "zzz"), ("dtype", "float16")])
+def test_settings_that_no_engine_has(
+    replay: Replay, made: AnswerRecord, folder: Path, name: str, value: str
+) -> None:
+    origin = msgspec.structs.replace(made.origins[0], **{name: value})
+    keep(folder, changed_origin(made, origin))
+    code, out, err = replay()
+    assert (code, out) == (1, "") and value in err and f"$.{name}" in err
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {10**6: 1.0}},
+        {"stop_token_ids": [10**6]},
+        {"seed": None},
+        {"min_tokens": 10**6, "max_tokens": None},
+        {"max_tokens": 2**70},
+        {"top_k": 2**70},
+    ],
+)
+def test_sampling_that_no_gateway_lets_pass(
+    replay: Replay, made: AnswerRecord, folder: Path, fields: dict[str, Any]
+) -> None:
+    """It is refused in words, or computed; it never ends in a traceback."""
+    (request,) = made.requests
+    request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **fields))
+    keep(folder, msgspec.structs.replace(made, requests=[request]))
+    code, out, err = replay()
+    assert out.startswith(("same bits", "differs")) or (code == 1 and "error: " in err)

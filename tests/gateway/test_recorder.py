@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
+import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +23,15 @@ from headrace.core.recording import (
     DAMAGED,
     UNKNOWN,
     AnswerRecord,
+    RecordedRequest,
+    RecordedSample,
     encode_record,
     find_record,
     float_bits,
     write_record,
 )
-from headrace.gateway.recorder import Recorder
+from headrace.core.request import SamplingParams
+from headrace.gateway.recorder import Recorder, prepare_folder
 from headrace.text.tokenizer import Tokenizer
 from tests.gateway.fake_replica import Plan
 from tests.gateway.tiny import Stack, chat, complete
@@ -164,6 +171,10 @@ def test_what_is_not_kept(stack: Stack, folder: Path) -> None:
     assert [path.stem for path in folder.glob("*.json")] == [last.json["id"]]
 
 
+def name_of(number: int) -> str:
+    return f"cmpl-{number:032x}"
+
+
 def make_record(answer_id: str, *, created: str = "2026-01-01", caller: str = "c") -> AnswerRecord:
     return AnswerRecord(
         format=1,
@@ -182,21 +193,132 @@ def test_bounds(folder: Path) -> None:
     log = logging.getLogger("headrace.test")
     recorder = Recorder(folder, max_answers=3, max_bytes=10_000, log=log)
     for number in range(6):
-        recorder.keep(make_record(f"a{number}"))
+        recorder.keep(make_record(name_of(number)))
     recorder.close()
-    assert sorted(path.stem for path in folder.iterdir()) == ["a3", "a4", "a5"]
-    size = (folder / "a3.json").stat().st_size
+    assert sorted(path.stem for path in folder.iterdir()) == [name_of(3), name_of(4), name_of(5)]
+    size = (folder / f"{name_of(3)}.json").stat().st_size
     recorder = Recorder(folder, max_answers=100, max_bytes=2 * size, log=log)
-    recorder.keep(make_record("a6"))
+    recorder.keep(make_record(name_of(6)))
     recorder.keep(make_record("b" * 200 * 1000))
     recorder.close()
-    assert sorted(path.stem for path in folder.iterdir()) == ["a5", "a6"]
+    assert sorted(path.stem for path in folder.iterdir()) == [name_of(5), name_of(6)]
 
 
-def test_a_folder_that_fails(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_others_stay(folder: Path, tmp_path: Path) -> None:
+    """Whatever they are called, and however old and large they are; and they take no record's place."""
+    folder.mkdir()
+    (folder / "dataset.json").write_bytes(bytes(100_000))
+    (folder / "notes.txt").write_text("mine")
+    (folder / f"chat{name_of(90)}.json").write_text('{"id": "an answer that its caller kept"}')
+    (folder / f"{name_of(91)}.json").mkdir()
+    os.mkfifo(folder / f"{name_of(92)}.json")
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_bytes(encode_record(make_record(name_of(93))))
+    (folder / f"{name_of(93)}.json").symlink_to(elsewhere)
+    copy = folder / "copy.json"  # a record that somebody put aside
+    copy.write_bytes(elsewhere.read_bytes())
+    for path in folder.iterdir():
+        os.utime(path, (1, 1), follow_symlinks=False)
+    theirs = sorted(path.name for path in folder.iterdir())
+    recorder = Recorder(folder, max_answers=2, max_bytes=10_000, log=logging.getLogger("headrace.test"))
+    for number in range(4):
+        recorder.keep(make_record(name_of(number)))
+    recorder.close()
+    ours = [f"{name_of(number)}.json" for number in (2, 3)]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*theirs, *ours])
+    assert elsewhere.is_file()
+
+
+def test_a_name_that_becomes_another_file(folder: Path) -> None:
+    """A file that was a record, and is somebody's by the time that it would be dropped."""
+    recorder = Recorder(folder, max_answers=1, max_bytes=10_000, log=logging.getLogger("headrace.test"))
+    recorder.keep(make_record(name_of(0)))
+    first = folder / f"{name_of(0)}.json"
+    deadline = time.monotonic() + 10
+    while not first.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.write_text("mine")
+    recorder.keep(make_record(name_of(1)))
+    recorder.close()
+    assert first.read_text() == "mine"
+
+
+def test_what_is_known_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="--record"):
-        Recorder(tmp_path / "file", max_answers=1, max_bytes=1000, log=logging.getLogger("x"))
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    cases = {
+        tmp_path / "file": "it is no folder",
+        tmp_path / "dangling": "it is no folder",
+        tmp_path / "file" / "below": "Not a directory",
+        Path("/proc/self/task"): "",  # where nobody can write
+    }
+    for path, reason in cases.items():
+        with pytest.raises(UsageError, match=f"--record {path}: cannot be written: {reason}"):
+            prepare_folder(path)
+    assert (tmp_path / "file").read_text() == "" and not (tmp_path / "nowhere").exists()
+    with small_files(100), pytest.raises(UsageError, match="File too large"):
+        prepare_folder(tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
+    (tmp_path / "made").mkdir()
+    prepare_folder(tmp_path / "made")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+@contextlib.contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file can become larger meanwhile: a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_while_serving(
+    stack: Stack, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_files(100):
+        answers = [chat(stack, max_tokens=50, stream=number == 1) for number in range(3)]
+        stack.wait_for(lambda: "is not recorded" in caplog.text, "a word about it")
+    assert [answer.status for answer in answers] == [200] * 3
+    assert caplog.text.count("is not recorded") == 1
+    assert f"{folder}: File too large" in caplog.text
+    answer = chat(stack, max_tokens=50)
+    recorded(stack, folder, answer.json["id"])
+    assert not [path for path in folder.iterdir() if path.suffix != ".json"], "nothing half written is left"
+
+
+@pytest.mark.parametrize("by", ["nothing", "a file"])
+def test_a_folder_that_is_replaced_while_serving(
+    stack: Stack, folder: Path, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    recorded(stack, folder, chat(stack, max_tokens=50).json["id"])
+    shutil.rmtree(folder)
+    if by == "a file":
+        folder.write_text("mine")
+    answers = [chat(stack, max_tokens=50, stream=number == 1) for number in range(3)]
+    stack.wait_for(lambda: "is not recorded" in caplog.text, "a word about it")
+    assert [answer.status for answer in answers] == [200] * 3
+    if by == "a file":
+        assert folder.read_text() == "mine"
+        folder.unlink()
+    folder.mkdir()
+    answer = chat(stack, max_tokens=50)
+    recorded(stack, folder, answer.json["id"])
+    assert caplog.text.count("is not recorded") == 1
+    reason = "Not a directory" if by == "a file" else "No such file or directory"
+    assert f"{folder}: {reason}" in caplog.text
+
+
+def test_an_answer_that_ends_after_the_recorder(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(folder, max_answers=1, max_bytes=1000, log=logging.getLogger("headrace.test"))
+    recorder.close()
+    recorder.keep(make_record(name_of(0)))
+    assert "ended too late" in caplog.text and list(folder.iterdir()) == []
+
+
+def test_a_folder_that_fails(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(folder, max_answers=3, max_bytes=10_000, log=logging.getLogger("headrace.test"))
     os.rmdir(folder)
     for number in range(3):
@@ -229,9 +351,59 @@ def test_records_are_found_and_damage_is_told(folder: Path) -> None:
         assert caught.value.code == DAMAGED, what
         assert find_record(folder, "same").id == "a2", "others are found beside a damaged one"
     for wanted in ("nothing", "../a0", "", "a0.json"):
-        with pytest.raises(RecordError, match="no record of") as caught:
+        with pytest.raises(
+            RecordError, match=r"no record of.*2 records, and 1 files .*, a1\.json first"
+        ) as caught:
             find_record(folder, wanted)
         assert caught.value.code == UNKNOWN
     path.write_bytes(encode_record(msgspec.structs.replace(make_record("a1"), format=9)))
     with pytest.raises(RecordError, match="format 9"):
         find_record(folder, "a1")
+    path.unlink()
+    path.symlink_to(folder / "nowhere")
+    with pytest.raises(RecordError, match=r"a1\.json cannot be read: No such file"):
+        find_record(folder, "a1")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RecordError, match=r"a1\.json cannot be read: it is no regular file"):
+        find_record(folder, "a1")
+    assert find_record(folder, "same").id == "a2", "beside a pipe too"
+
+
+def forged(**fields: object) -> AnswerRecord:
+    """A record with a digest that holds, and one thing in it that no answer has."""
+    of_sample = {"token_ids": [1, 2], "logprob_bits": [3, 4], "finish_reason": "length", "origins": [ORIGIN]}
+    of_request = {"request_id": "r", "prompt": [1], "sampling": SamplingParams(seed=1)}
+    samples = fields.pop("samples", 1)
+    for known in (of_sample, of_request):
+        known.update({name: fields.pop(name) for name in list(fields) if name in known})
+    sample = msgspec.convert(of_sample, RecordedSample)
+    request = msgspec.convert({**of_request, "samples": [sample] * samples}, RecordedRequest)  # type: ignore[operator]
+    return msgspec.structs.replace(make_record("a"), requests=[request], **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"logprob_bits": [3]}, "sample 0 has 2 tokens and 1 log-probabilities"),
+        ({"logprob_bits": [3, 2**32]}, "a log-probability of sample 0 is 4294967296"),
+        ({"logprob_bits": [-1, 3]}, "a log-probability of sample 0 is -1"),
+        ({"token_ids": [1, 2**40]}, "a token of sample 0 is 1099511627776"),
+        ({"prompt": [1, -7]}, "a token of the prompt is -7"),
+        ({"prompt": [2**40]}, "a token of the prompt is 1099511627776"),
+        ({"prompt": []}, "the prompt of 'r' is empty"),
+        ({"samples": 0}, "n is 1, samples are 0"),
+        ({"samples": 2}, "n is 1, samples are 2"),
+        ({"sampling": SamplingParams(temperature=-3)}, "temperature must be in"),
+        ({"sampling": SamplingParams(seed=2**63)}, "seed must be in"),
+        ({"max_model_len": -5}, "max_model_len must be at least 0, is -5"),
+        ({"num_rescues": -1}, "num_rescues must be at least 0, is -1"),
+    ],
+)
+def test_forged_records_are_refused(tmp_path: Path, fields: dict[str, object], reason: str) -> None:
+    write_record(tmp_path, "a", encode_record(forged()))
+    assert find_record(tmp_path, "a") == forged()
+    write_record(tmp_path, "a", encode_record(forged(**fields)))
+    with pytest.raises(RecordError, match="is damaged: ") as caught:
+        find_record(tmp_path, "a")
+    assert reason in caught.value.message and caught.value.code == DAMAGED

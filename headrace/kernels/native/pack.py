@@ -19,7 +19,9 @@ import msgspec
 import torch
 
 from headrace.core.errors import NothingCoveredError, PackError
+from headrace.core.files import read_regular
 from headrace.core.packs import KernelEntry, PackConditions, PackManifest
+from headrace.core.signatures import MAX_BYTES
 from headrace.kernels import stock
 from headrace.kernels.native.build import cpu_features
 from headrace.kernels.native.build_cache import built
@@ -112,7 +114,7 @@ def read_manifest(folder: Path) -> tuple[PackManifest, str]:
     """What the pack says of itself, and its id: the digest of that. Raises PackError."""
     path = folder / MANIFEST
     try:
-        body = path.read_bytes()
+        body = read_regular(path, MAX_BYTES)
         manifest = msgspec.json.decode(body, type=PackManifest)
     except OSError as error:
         raise PackError(f"{folder} is no pack: {error.strerror}", hint=f"a pack has a {MANIFEST}") from None
