@@ -136,8 +136,8 @@ class Recorder:
     """Keeps the latest answers in a folder, within bounds; several gateways may share it."""
 
     def __init__(self, folder: Path, *, max_answers: int, max_bytes: int, log: logging.Logger) -> None:
-        """Raises UsageError for a folder that cannot be written."""
-        prepare_folder(folder)
+        """A folder that cannot be written is said, and may be mended later: who starts a server checks it
+        with ``prepare_folder``, and a gateway that starts again beside others must serve."""
         self._folder = folder
         self._max_answers = max_answers
         self._max_bytes = max_bytes
@@ -146,6 +146,10 @@ class Recorder:
         self._own: set[str] = set()  # names of files that are known to be records
         self._said: dict[str, float] = {}  # what was said, and when
         self._thread = ThreadPoolExecutor(1, "recorder")
+        try:
+            prepare_folder(folder)
+        except UsageError as error:
+            self._complain("write", f"answers are not recorded: {error.message.removeprefix('--record ')}")
 
     def begin(self, answer_id: str, served: ServedModel) -> Recording:
         return Recording(answer_id, served)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from array import array
@@ -15,6 +16,7 @@ from headrace.core.errors import InvalidRequestError, NotFoundError, PackError
 from headrace.core.knobs import EngineConfig
 from headrace.core.messages import PackFailed, PackReady, Score, Scores
 from headrace.engine.engine import Engine
+from headrace.kernels.native.pack import read_manifest
 from tests.engine.harness import make_request, run
 from tests.engine.packs import load, write_pack
 
@@ -202,3 +204,13 @@ def test_nonsense_is_refused(tiny: Callable[..., Path], score: Score) -> None:
     engine, _ = make(tiny("llama"))
     with pytest.raises(InvalidRequestError):
         engine.score(score)
+
+
+def test_a_manifest_that_is_a_pipe(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """It is refused at once: nobody waits for its other end."""
+    os.mkfifo(tmp_path / "pack.json")
+    engine, woken = make(tiny("llama"))
+    message = prepared(engine, woken, "f" * 64, tmp_path)
+    assert isinstance(message, PackFailed) and "no regular file" in message.failed.message
+    with pytest.raises(PackError, match="no regular file"):
+        read_manifest(tmp_path)

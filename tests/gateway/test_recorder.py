@@ -311,6 +311,23 @@ def test_a_folder_that_is_replaced_while_serving(
     assert f"{folder}: {reason}" in caplog.text
 
 
+def test_a_gateway_that_starts_again_serves(
+    tokenizer: Tokenizer, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever has become of the folder since the server started."""
+    folder.write_text("mine")
+    config = GatewayConfig(port=0, shutdown_grace_s=0.5, record=str(folder))
+    with Stack(tokenizer, tmp_path, config) as stack:
+        stack.replica.origin = ORIGIN
+        stack.answer(TEXT)
+        assert chat(stack, max_tokens=50).status == 200
+        assert folder.read_text() == "mine"
+        folder.unlink()
+        folder.mkdir()
+        recorded(stack, folder, chat(stack, max_tokens=50).json["id"])
+    assert caplog.text.count("not recorded") == 1 and "it is no folder" in caplog.text
+
+
 def test_an_answer_that_ends_after_the_recorder(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(folder, max_answers=1, max_bytes=1000, log=logging.getLogger("headrace.test"))
     recorder.close()
