@@ -178,8 +178,9 @@ class StartKernels:
         except CompilerMissingError as error:
             self._candidates.clear()  # as good as none
             self._reasons = [f"{error.message} ({error.hint})"]
-        except PackError as error:
-            self._pass_over(pack, error.message.partition("\n")[0])
+        except HeadraceError as error:
+            # of what a compiler says, the first error
+            self._pass_over(pack, " ".join(error.message.splitlines()[:2]))
             log.warning("pack %s cannot be used: %s", pack.name, error.message)
             if time.monotonic() >= self._deadline:
                 self._candidates.clear()

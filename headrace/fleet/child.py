@@ -19,6 +19,7 @@ import msgspec
 
 from headrace.core import errors
 from headrace.core.launch import StartEvent
+from headrace.core.words import describe_exit
 
 log = logging.getLogger("headrace.fleet")
 
@@ -43,12 +44,12 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
-        hint: str | None = None,
+        hint: Callable[[int], str] | None = None,
         on_loading: Callable[[int, int], None] | None = None,
         on_restart: Callable[[], None] | None = None,
     ) -> None:
-        """``hint`` is for a process that ends while starting without having said why. ``on_restart`` is
-        called before each attempt to replace a process that ended."""
+        """``hint`` is for a process that ends while starting without having said why: by its exit status,
+        negative for a signal. ``on_restart`` is called before each attempt to replace one that ended."""
         self.name = name
         self.num_restarts = 0
         self._module = module
@@ -126,7 +127,8 @@ class Child:
             log.debug("%s: %s", self.name, error)
             await self._end_process(0.0)
         code = await process.wait()
-        raise errors.EngineError(f"{self.name} ended while starting ({describe_exit(code)})", hint=self._hint)
+        hint = None if self._hint is None else self._hint(code)
+        raise errors.EngineError(f"{self.name} ended while starting ({describe_exit(code)})", hint=hint)
 
     async def _create(self) -> asyncio.subprocess.Process:
         creating = asyncio.create_task(
@@ -210,13 +212,3 @@ async def start_all(children: Iterable[Child]) -> None:
 async def stop_all(children: Iterable[Child], grace_s: float) -> None:
     """Stops them side by side."""
     await asyncio.gather(*(child.stop(grace_s) for child in children))
-
-
-def describe_exit(code: int) -> str:
-    """A process's exit status in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import msgspec
 from headrace.core.engine_environment import engine_environment
 from headrace.core.launch import ReplicaSpec
 from headrace.fleet.child import Child
+
+_CRASHES = (signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
 class LocalReplica(Child):
@@ -27,8 +30,7 @@ class LocalReplica(Child):
             "headrace.replica",
             spec,
             environment=engine_environment(),
-            hint="its last words are above; if it was killed by the system, memory ran out: "
-            "lower --max-model-len or --kv-cache-gib",
+            hint=_hint,
             on_loading=on_loading,
             on_restart=on_restart,
         )
@@ -47,3 +49,11 @@ class LocalReplica(Child):
         scheme, _, path = self.spec.kv_listen.partition(":")
         if scheme == "unix":
             Path(path).unlink(missing_ok=True)
+
+
+def _hint(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "if the system killed it, memory ran out: lower --max-model-len or --kv-cache-gib"
+    if -code in _CRASHES:
+        return "machine code crashed; --pack none starts without compiled kernels"
+    return "its last words are above"

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from headrace.core.errors import PackError, UsageError
+from headrace.core.leftovers import prefix_of
 from headrace.core.packs import KernelEntry
 from headrace.optimize.digest import ENTRY_FILE, HEADER, candidate_digest, candidate_files
 from headrace.optimize.journal import ratios_text
@@ -32,7 +33,6 @@ from headrace.optimize.judge.measure import END_TO_END_ABOVE, slower_phase
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import build, verified
-from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.packing import Winner
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Ratio, Target, Verdict

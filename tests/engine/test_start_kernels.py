@@ -122,6 +122,27 @@ def test_nothing_ships(make: Make) -> None:
     serves(engine)
 
 
+def test_packs_that_cannot_be_seen_are_not_none(make: Make, shelf: PackShelf) -> None:
+    """Root may read every folder, so links to themselves stand in for those that it may not."""
+    shelf.add("half")
+    (shelf.folder / "half" / "pack.json").unlink()
+    (shelf.folder / "loop").symlink_to("loop")
+    (shelf.folder / "notes.txt").write_text("")
+    engine = make()
+    assert engine.kernels == (
+        "kernels: stock operators: half: it is signed, and its pack.json is missing; "
+        "loop: it cannot be read (Too many levels of symbolic links)"
+    )
+    serves(engine)
+    shutil.rmtree(shelf.folder)
+    shelf.folder.write_text("")
+    engine = make()
+    assert (
+        "stock operators: " in engine.kernels and "packs cannot be read (Not a directory)" in engine.kernels
+    )
+    serves(engine)
+
+
 def test_what_is_not_as_it_was_signed_is_passed_over(make: Make, shelf: PackShelf, tmp_path: Path) -> None:
     shelf.add("edited", features=[])
     (shelf.folder / "edited" / "logits_head.cpp").write_text("// evil\n")
@@ -174,7 +195,7 @@ def test_a_compiler_that_fails(
     shelf.add("cpu")
     use_compiler(tmp_path / "mock", "echo 'error: an old compiler' >&2; exit 1", monkeypatch)
     engine = make()
-    assert "stock operators: cpu: logits_head.cpp does not compile" in engine.kernels
+    assert "stock operators: cpu: logits_head.cpp does not compile: error: an old compiler" in engine.kernels
     serves(engine)
 
 
@@ -281,7 +302,7 @@ def test_what_is_covered_in_part_is_said(make: Make, shelf: PackShelf) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("return 7;", "EngineError: the kernel for logits_head failed"),
+        ("return 7;", "the kernel for logits_head failed: hr_run gave 7"),
         (
             "((float *)call->tensors[3].data)[0] = NAN; return HR_DONE;",
             "no valid",
@@ -303,6 +324,32 @@ def test_kernels_that_fail_on_this_model(
     assert engine.stats().pack == good
     assert "; a-bad: " in engine.kernels and reason in engine.kernels
     serves(engine)
+
+
+def test_a_kernel_that_fails_shows_no_traceback(
+    make: Make, shelf: PackShelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    head = '#include "headrace_kernel.h"\nextern "C" int hr_run(const hr_call *) '
+    (sources / "logits_head.cpp").write_text(f"{head}{{ return 7; }}\n")
+    shelf.add("bad", sources=sources)
+    make()
+    told = [record for record in caplog.records if "pack bad" in record.getMessage()]
+    assert told and all(record.exc_info is None for record in told)
+
+
+def test_damaged_libraries_are_built_again(make: Make, shelf: PackShelf, cache: Path) -> None:
+    pack = shelf.add("cpu")
+    assert make().stats().pack == pack
+    (library,) = cache.glob("*.so")
+    good = library.read_bytes()
+    library.unlink()  # what runs keeps its own
+    library.write_bytes(good[:5000])
+    engine = make()
+    assert engine.stats().pack == pack
+    serves(engine)
+    assert len(library.read_bytes()) > 5000
 
 
 @pytest.mark.parametrize("threads", [1, 16])

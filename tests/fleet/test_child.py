@@ -78,6 +78,19 @@ async def test_a_death_at_start_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         await replica(tmp_path, monkeypatch, body).start()
 
 
+@pytest.mark.parametrize(
+    ("number", "words"), [("SIGKILL", "memory ran out"), ("SIGBUS", "--pack none"), ("SIGTERM", "last words")]
+)
+async def test_the_hint_is_the_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, words: str
+) -> None:
+    body = f"os.kill(os.getpid(), signal.{number})\nsys.stdin.read()"
+    with pytest.raises(EngineError, match=f"killed by {number}") as caught:
+        await replica(tmp_path, monkeypatch, body).start()
+    assert words in (caught.value.hint or "")
+    assert ("memory" in (caught.value.hint or "")) == (number == "SIGKILL")
+
+
 async def test_nonsense_from_one_that_lives_on_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,14 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.optimize import leftovers
+from headrace.core import leftovers
 from tests.optimize.judge.candidates import HERE, candidate, target
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    own = os.stat("/proc/self/ns/pid").st_ino
+    own = leftovers.namespace()
     dead = tmp_path / f"headrace-cage-{own}-{ended.pid}-abc_1"
     elsewhere = tmp_path / f"headrace-cage-{own + 1}-{ended.pid}-abc"
     nowhere = tmp_path / f"headrace-cage-{ended.pid}-nowhere"
@@ -32,8 +32,10 @@ def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
     other = tmp_path / f"headrace-replica-{ended.pid}-abc"
     unnamed = tmp_path / "headrace-cage-abcdef"
     target = tmp_path / "kept"
-    swept = {dead, old, older}
-    kept = {elsewhere, nowhere, living, other, unnamed, target}
+    build = tmp_path / f".build-{own}-{ended.pid}-abc"
+    building = tmp_path / f".build-{leftovers.owner()}-abc"
+    swept = {dead, old, older, build}
+    kept = {elsewhere, nowhere, living, other, unnamed, target, building}
     for folder in swept | kept:
         folder.mkdir()
         (folder / "file").write_text("")

@@ -2,7 +2,8 @@
 
 A library's name holds the digest of all that went into it: source, headers beside it, flags, compiler,
 CPU. So a build is never stale and never repeated, and two versions are never loaded under one name (the
-loader would hand back the first).
+loader would hand back the first). Beside it lies the digest of its own contents (kept.py): one that was
+damaged on the disk is built again, as loading it could end the process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.core.errors import CompileError, CompilerMissingError
+from headrace.core.leftovers import owner, prefix_of, sweep
+from headrace.core.words import describe_exit
+from headrace.kernels.native.kept import check_loads, is_whole, keep
 
 log = logging.getLogger("headrace.kernels")
 
@@ -48,6 +52,11 @@ _ALLOWED_FLAG = re.compile(
 # these make the loader switch denormal numbers off, or rounding to another width, for the whole process
 _CHANGES_PROCESS = re.compile(r"-(Ofast|ffast-math|funsafe-math-optimizations|mdaz-ftz|mpc\d+)")
 _ERROR_LINES = 12
+_NO_ROOM = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "Disk quota exceeded",
+    errno.EFBIG: "File size limit exceeded",
+}
 _HEADERS = {".h", ".hh", ".hpp", ".inc"}
 
 
@@ -56,17 +65,20 @@ def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_
 
     ``flags`` come after STANDARD_FLAGS. The compiler is $CXX, else g++, else clang++; it runs at low
     priority, since a server may be computing beside it. Raises CompilerMissingError; CompileError with the
-    compiler's first lines, for a flag that is not allowed, and when it takes longer than ``timeout_s``;
-    OSError where ``folder`` cannot be written.
+    compiler's first lines, for a flag that is not allowed, when it takes longer than ``timeout_s``, and for
+    a library that crashes when it is loaded; OSError where ``folder`` cannot be written.
     """
     check_flags(flags)
     compiler = find_compiler()
     target = folder / f"{source.stem}-{_digest(source, flags, compiler)}.so"
-    if target.exists():
+    if is_whole(target):
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)  # what ended runs were building
     log.info("compiling %s", source.name)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=f".build-{owner()}-", dir=folder, ignore_cleanup_errors=True
+    ) as scratch:
         built = Path(scratch) / target.name
         command = compile_command(compiler, source, built, flags)
         nice = shutil.which("nice")
@@ -75,11 +87,20 @@ def compile_kernel(source: Path, flags: Sequence[str], folder: Path, *, timeout_
         status, output = _run(command, scratch, timeout_s)
         if status is None:
             raise CompileError(f"{source.name}: the compiler took longer than {timeout_s:g} s")
-        if status != 0 and "No space left on device" in output:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if not Path(scratch).is_dir():
+            raise OSError(errno.ENOENT, "it was removed during the build")
         if status != 0:
-            raise CompileError(f"{source.name} does not compile:\n{first_errors(output)}")
-        os.replace(built, target)
+            for number, words in _NO_ROOM.items():
+                if words in output:
+                    raise OSError(number, os.strerror(number))
+            said = first_errors(output.replace(f"{source.parent}/", "")).strip()
+            if not said:
+                said = f"{compiler[0]} said nothing ({describe_exit(status)})"
+            raise CompileError(f"{source.name} does not compile:\n{said}")
+        if not built.is_file():
+            raise CompileError(f"{source.name}: {compiler[0]} reported success and wrote no library")
+        check_loads(built, f"the library that {compiler[0]} made of {source.name}")
+        keep(built, target)
     return target
 
 
@@ -93,7 +114,14 @@ def find_compiler() -> list[str]:
 
     Raises CompilerMissingError.
     """
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    words = os.environ.get("CXX", "")
+    try:
+        chosen = shlex.split(words)
+    except ValueError as error:
+        raise CompilerMissingError(
+            f"no C++ compiler: CXX={words} cannot be split into words: {error}",
+            hint="name a compiler in CXX as a shell would read it",
+        ) from None
     for command in [chosen] if chosen else [[name] for name in _COMPILERS]:
         path = shutil.which(command[0])
         if path is not None:
@@ -128,7 +156,7 @@ def cpu_features() -> frozenset[str]:
 
 def compiler_version(compiler: Sequence[str]) -> str:
     """The first line of ``--version``. Raises CompileError when it does not come."""
-    with tempfile.TemporaryDirectory(prefix="headrace-compiler-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix_of("compiler")) as scratch:
         status, output = _run([*compiler, "--version"], scratch, VERSION_S)
     if status is None:
         raise CompileError(
@@ -158,16 +186,22 @@ def _digest(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> str:
 def _run(command: Sequence[str], scratch: str, timeout_s: float) -> tuple[int | None, str]:
     """Exit status and what it printed; None when it had to be stopped. No include paths come from the user's
     environment, and no translated messages."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": scratch},
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": scratch},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CompileError(
+            f"the compiler {command[0]} cannot be run: {error.strerror}",
+            hint="name a compiler that works in CXX",
+        ) from None
     with process:
         try:
             output, _ = process.communicate(timeout=timeout_s)

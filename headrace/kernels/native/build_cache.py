@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from headrace.core.errors import PackError
+from headrace.core.leftovers import prefix_of
 from headrace.core.machine import num_cores
 from headrace.core.packs import KernelEntry, PackManifest
 from headrace.kernels.native.build import compile_kernel
@@ -47,7 +48,7 @@ def built(
         except OSError as error:
             reason = f"{folder} ({error.strerror or error})"
             try:  # not kept, and built anew at each start
-                scratch = tempfile.mkdtemp(prefix="headrace-kernels-")
+                scratch = tempfile.mkdtemp(prefix=prefix_of("kernels"))
                 libraries = build_files(contents, manifest, Path(scratch), timeout_s=_left(deadline))
             except OSError as again:
                 raise PackError(
@@ -94,7 +95,7 @@ def build_files(
     Raises PackError's children, and OSError where a folder cannot be written.
     """
     # what is compiled is what was checked, whatever happens to the folder meanwhile
-    with tempfile.TemporaryDirectory(prefix="headrace-pack-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix_of("pack")) as scratch:
         copy = Path(scratch)
         for name, content in contents.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)

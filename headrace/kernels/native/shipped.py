@@ -12,6 +12,7 @@ A pack is looked at in this order, and passed over with the reason at the first 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +51,35 @@ class ShippedPack:
 def find_shipped(folder: Path, keys: Path = PROJECT_KEYS) -> tuple[list[ShippedPack], list[str]]:
     """Packs below ``folder`` that this CPU can run, the best first; and for each other one why not."""
     found, passed_over = [], []
-    for path in sorted(folder.glob(f"*/{MANIFEST}")):
+    try:
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"{folder} cannot be read ({error.strerror})"]
+    for path in paths:
         try:
-            found.append(_check(path.parent, keys))
+            if _is_pack(path):
+                found.append(_check(path, keys))
         except StartupError as error:
-            passed_over.append(f"{path.parent.name}: {error.message}")
+            passed_over.append(f"{path.name}: {error.message}")
     found.sort(key=lambda pack: (-len(pack.manifest.conditions.cpu_features), pack.name))
     return found, passed_over
+
+
+def _is_pack(path: Path) -> bool:
+    """Sources alone are none, nor is a file. Raises PackError where it cannot be told, or a part is gone."""
+    try:
+        names = os.listdir(path)
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        raise PackError(f"it cannot be read ({error.strerror})") from None
+    if MANIFEST in names:
+        return True
+    if SIGNATURE in names:
+        raise PackError(f"it is signed, and its {MANIFEST} is missing")
+    return False
 
 
 def _check(folder: Path, keys: Path) -> ShippedPack:

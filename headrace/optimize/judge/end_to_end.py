@@ -25,6 +25,7 @@ import headrace
 from headrace.core.engine_environment import ENGINE_ENVIRONMENT
 from headrace.core.errors import StartupError
 from headrace.core.knobs import EngineConfig
+from headrace.core.leftovers import prefix_of
 from headrace.core.packs import NONE
 from headrace.models.resolve import ResolvedModel, resolve_model
 from headrace.optimize.judge import lesser_cpu
@@ -40,7 +41,6 @@ from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import GIB, Cage, Caged, Limits, Sandbox
 from headrace.optimize.judge.statistics import ratio
-from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload, load_workload
 from headrace.optimize.records import Ratio, Target
 

@@ -6,12 +6,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from headrace.core.leftovers import prefix_of
 from headrace.optimize.judge.measure import measure_built
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Problem
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import failed, verified
-from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Target, Verdict
 

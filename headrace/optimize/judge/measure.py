@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
+from headrace.core.leftovers import prefix_of
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.judge.alone import measure_alone
 from headrace.optimize.judge.build import Built
@@ -15,7 +16,6 @@ from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.problem import Problem
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.verify import build
-from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.profile.workloads import Workload
 from headrace.optimize.records import Measurement, Ratio, Target
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from headrace.core.errors import UnavailableError
-from headrace.optimize.leftovers import prefix_of
+from headrace.core.leftovers import prefix_of
 
 MIB = 1024**2
 GIB = 1024**3

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.core.leftovers import prefix_of
 from headrace.kernels.native.signature import CALL_INTS
 from headrace.optimize.digest import candidate_digest
 from headrace.optimize.judge.build import Built, compile_caged, take
@@ -32,7 +33,6 @@ from headrace.optimize.judge.problem import Case, Problem, Tensors
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.runner import Runner, build_runner
 from headrace.optimize.judge.sandbox import MIB, Sandbox
-from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.records import Reason, ShapeError, Target, Verdict
 
 _LARGE_WEIGHTS = 64 * MIB

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.core.leftovers import prefix_of
 from headrace.core.packs import KernelEntry
 from headrace.optimize.digest import ENTRY_FILE, candidate_files
-from headrace.optimize.leftovers import prefix_of
 from headrace.optimize.proposal import CandidateSource, ProposalError, Trial
 from headrace.optimize.proposers.brief import (
     SOURCE,

@@ -1,8 +1,8 @@
 """Temporary folders that name their owner, so that those of a killed run can be swept away by the next.
 
-headrace-<kind>-<namespace>-<process id>-…
+headrace-<kind>-<namespace>-<process id>-…      .build-<namespace>-<process id>-…  (in the cache of kernels)
 
-A process id means something in one namespace of processes (a container has its own), which Linux numbers.
+A process id means something in one namespace of processes (a container has its own) of one running system.
 Where it is this process's, an owner that is not in sight is dead.
 """
 
@@ -13,10 +13,12 @@ import re
 import shutil
 import tempfile
 import time
+import zlib
 from functools import lru_cache
 from pathlib import Path
 
-_NAME = re.compile(r"headrace-(?:agent|cage|judge|model)-(?:(?:(\d+)-)?(\d+)-)?\w+")
+_KINDS = "agent|cage|compiler|judge|kernels|model|pack"
+_NAME = re.compile(rf"(?:headrace-(?:{_KINDS})|\.build)-(?:(?:(\d+)-)?(\d+)-)?\w+")
 _STALE_S = 3600.0
 """Younger ones of other namespaces stay: their owner may be in another container that shares the folder."""
 _UNOWNED_S = 24 * 3600.0
@@ -26,37 +28,49 @@ _UNOWNED_S = 24 * 3600.0
 def prefix_of(kind: str) -> str:
     """For tempfile's ``prefix``; the first call of a process sweeps."""
     _sweep_once(Path(tempfile.gettempdir()))
-    return f"headrace-{kind}-{_namespace()}-{os.getpid()}-"
+    return f"headrace-{kind}-{owner()}-"
+
+
+def owner() -> str:
+    """This process in the name of a folder, for those that lie elsewhere than in the temporary one."""
+    return f"{namespace()}-{os.getpid()}"
 
 
 def sweep(folder: Path) -> list[Path]:
     """Removes this user's folders whose owner is gone; which."""
-    gone = []
-    for path in folder.glob("headrace-*"):
+    gone: list[Path] = []
+    try:
+        paths = list(folder.iterdir())
+    except OSError:  # not for us to read
+        return gone
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match is None or path.is_symlink():
             continue
-        namespace, owner = match.groups()
-        if owner is not None and Path(f"/proc/{owner}").exists():
+        number, process = match.groups()
+        if process is not None and Path(f"/proc/{process}").exists():
             continue
         try:
             found = path.stat()
         except OSError:
             continue
-        limit = _STALE_S if owner is not None else _UNOWNED_S
-        is_dead = namespace is not None and int(namespace) == _namespace() != 0
+        limit = _STALE_S if process is not None else _UNOWNED_S
+        is_dead = number is not None and int(number) == namespace() != 0
         if found.st_uid == os.geteuid() and (is_dead or time.time() - found.st_mtime > limit):
             shutil.rmtree(path, ignore_errors=True)
             gone.append(path)
     return gone
 
 
-def _namespace() -> int:
-    """The number of this process's namespace of processes; 0: the system does not tell."""
+def namespace() -> int:
+    """A number for this process's namespace of processes, other on other machines that share a folder; 0: the
+    system does not tell."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        number = os.stat("/proc/self/ns/pid").st_ino
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         return 0
+    return zlib.crc32(boot) << 32 | number
 
 
 @lru_cache
