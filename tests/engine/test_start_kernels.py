@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import threading
@@ -155,6 +156,9 @@ def test_what_is_not_as_it_was_signed_is_passed_over(make: Make, shelf: PackShel
     for name, body in (("pack.json", (shelf.folder / "edited" / "pack.json").read_bytes()),
                        ("signature.json", b"[]")):  # fmt: skip
         (shelf.folder / "garbled-signature" / name).write_bytes(body)
+    shelf.add("piped")
+    (shelf.folder / "piped" / "signature.json").unlink()
+    os.mkfifo(shelf.folder / "piped" / "signature.json")  # waits for ever for who opens it to read
     (shelf.folder / "cpu").mkdir()  # sources alone: no pack
     engine = make()
     assert engine.stats().pack == ""
@@ -164,6 +168,7 @@ def test_what_is_not_as_it_was_signed_is_passed_over(make: Make, shelf: PackShel
         "unsigned: it is not signed",
         "garbled: ",
         "garbled-signature: signature.json: ",
+        "piped: signature.json: ",
     ):
         assert words in engine.kernels
     serves(engine)

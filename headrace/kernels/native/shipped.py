@@ -19,8 +19,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.errors import PackError, StartupError
+from headrace.core.files import read_regular
 from headrace.core.packs import PackManifest
-from headrace.core.signatures import PROJECT_KEYS, Signature, check_signature, read_keys
+from headrace.core.signatures import MAX_BYTES, PROJECT_KEYS, Signature, check_signature, read_keys
 from headrace.kernels.native.build import cpu_features
 from headrace.kernels.native.pack import (
     MANIFEST,
@@ -86,8 +87,8 @@ def _check(folder: Path, keys: Path) -> ShippedPack:
     """Raises PackError. The files are checked against the manifest as they are built."""
     manifest, pack_id = read_manifest(folder)
     try:
-        body = (folder / MANIFEST).read_bytes()
-        signature = msgspec.json.decode((folder / SIGNATURE).read_bytes(), type=Signature)
+        body = read_regular(folder / MANIFEST, MAX_BYTES)
+        signature = msgspec.json.decode(read_regular(folder / SIGNATURE, MAX_BYTES), type=Signature)
     except FileNotFoundError:
         raise PackError("it is not signed") from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
