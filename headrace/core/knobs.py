@@ -82,7 +82,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        _knob("CPU threads of the engine; default: every core.", "warm"),
+        _knob(
+            "CPU threads of the engine, fewer while other processes use the cores; default: every core.",
+            "warm",
+        ),
     ] = None
     kv_disk_gb: Annotated[
         float,

@@ -38,6 +38,7 @@ from headrace.core.request import Request
 from headrace.core.version import __version__
 from headrace.engine import memory
 from headrace.engine.device import describe_device, find_device, hardware_class
+from headrace.engine.free_cores import FreeCores
 from headrace.engine.model_runner import KV_LAYOUT, KVGeometry, ModelRunner
 from headrace.engine.moves import BlockMoves
 from headrace.engine.packs import LoadPack, Packs, load_native_pack
@@ -101,6 +102,7 @@ class Engine:
         self.device = find_device(config.device)
         self.num_threads = config.threads or max(1, num_cores() // share.num_replicas)
         torch.set_num_threads(self.num_threads)
+        self._cores = FreeCores(self.num_threads)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         load_pack = load_pack or load_native_pack
         free_before = memory.available_bytes(self.device, share)
@@ -302,6 +304,7 @@ class Engine:
         schedule = self.scheduler.schedule()
         self._nothing_to_compute = not schedule.entries
         if schedule.entries:
+            torch.set_num_threads(self._cores.threads())
             self._compute(schedule, result)
         self.moves.after_step()
         if self.scorer.busy:
