@@ -306,6 +306,7 @@ class Engine:
         if schedule.entries:
             torch.set_num_threads(self._cores.threads())
             self._compute(schedule, result)
+            self._cores.step_ended()
         self.moves.after_step()
         if self.scorer.busy:
             # no longer than what it stands beside

@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable
 
 INTERVAL_S = 0.2
+PAUSE_S = 0.05
+"""What was before a pause between steps of this length says nothing of the next: others may have worked
+because this process did not."""
 _TAKEN = 0.6
 """A core of which others use more than this share is theirs."""
 _GIVEN_BACK = 0.35
@@ -41,22 +44,26 @@ class FreeCores:
         self._own = own
         self._clock = clock
         self._threads = most
-        self._looked_at = clock()
+        self._looked_at = self._ended_at = clock()
         self._others = self._others_so_far()
 
     def threads(self) -> int:
         """For the step that begins; 1 at least."""
         now = self._clock()
-        if now - self._looked_at < INTERVAL_S or self._most == 1:
+        paused, seconds = now - self._ended_at > PAUSE_S, now - self._looked_at
+        if self._most == 1 or not (paused or seconds >= INTERVAL_S):
             return self._threads
         others, before = self._others_so_far(), self._others
-        if others is None or before is None:
-            return self._threads
-        free = _num_cores() - (others - before) / (now - self._looked_at)
         self._looked_at, self._others = now, others
+        if paused or others is None or before is None:
+            return self._threads
+        free = _num_cores() - (others - before) / seconds
         enough, left = math.floor(free + _GIVEN_BACK), math.floor(free + _TAKEN)
         self._threads = max(1, min(self._most, max(enough, min(left, self._threads))))
         return self._threads
+
+    def step_ended(self) -> None:
+        self._ended_at = self._clock()
 
     def _others_so_far(self) -> float | None:
         busy = self._busy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine import free_cores
-from headrace.engine.free_cores import INTERVAL_S, FreeCores, busy_seconds
+from headrace.engine.free_cores import INTERVAL_S, PAUSE_S, FreeCores, busy_seconds
 
 
 class Machine:
@@ -24,6 +24,12 @@ class Machine:
         self.now += seconds
         self.mine += own * seconds
         self.worked += (own + others) * seconds
+        self.cores.step_ended()
+        return self.cores.threads()
+
+    def paused(self, others: float, seconds: float = 2 * INTERVAL_S) -> int:
+        self.now += seconds
+        self.worked += others * seconds
         return self.cores.threads()
 
 
@@ -65,6 +71,15 @@ def test_it_looks_only_now_and_then() -> None:
     machine = Machine(4)
     assert machine.after(others=3.0, seconds=INTERVAL_S / 2) == 4
     assert machine.after(others=3.0, seconds=INTERVAL_S) == 1
+
+
+def test_what_others_did_while_it_paused_does_not_count() -> None:
+    machine = Machine(4)
+    assert machine.paused(others=4.0) == 4
+    assert machine.after(others=0.0, own=4.0) == 4
+    assert machine.after(others=2.0, own=2.0) == 2
+    assert machine.paused(others=0.0, seconds=2 * PAUSE_S) == 2
+    assert machine.after(others=0.0, own=2.0) == 4
 
 
 def test_all_threads_where_the_system_tells_nothing() -> None:
