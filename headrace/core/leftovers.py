@@ -17,6 +17,8 @@ import zlib
 from functools import lru_cache
 from pathlib import Path
 
+from headrace.core.machine import host_id
+
 _KINDS = "agent|cage|compiler|judge|kernels|model|pack"
 _NAME = re.compile(rf"(?:headrace-(?:{_KINDS})|\.build)-(?:(?:(\d+)-)?(\d+)-)?\w+")
 _STALE_S = 3600.0
@@ -67,10 +69,10 @@ def namespace() -> int:
     system does not tell."""
     try:
         number = os.stat("/proc/self/ns/pid").st_ino
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         return 0
-    return zlib.crc32(boot) << 32 | number
+    boot = host_id()
+    return zlib.crc32(boot.encode()) << 32 | number if boot else 0
 
 
 @lru_cache

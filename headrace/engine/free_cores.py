@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Callable
 
+from headrace.core.machine import num_cores
+
 INTERVAL_S = 0.2
 PAUSE_S = 0.05
 """What was before a pause between steps of this length says nothing of the next: others may have worked
@@ -22,52 +24,6 @@ _TAKEN = 0.6
 _GIVEN_BACK = 0.35
 """It is free again when they use less than this."""
 _STAT = "/proc/stat"
-
-
-class FreeCores:
-    """Looks again every ``INTERVAL_S``; ``most`` threads where nothing is known of other processes.
-
-    ``busy`` gives the seconds that this process's cores have worked so far, for anyone, and None where the
-    system does not tell; ``own`` those that this process has; ``clock`` the time.
-    """
-
-    def __init__(
-        self,
-        most: int,
-        *,
-        busy: Callable[[], float | None] | None = None,
-        own: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._most = most
-        self._busy = busy or busy_seconds
-        self._own = own
-        self._clock = clock
-        self._threads = most
-        self._looked_at = self._ended_at = clock()
-        self._others = self._others_so_far()
-
-    def threads(self) -> int:
-        """For the step that begins; 1 at least."""
-        now = self._clock()
-        paused, seconds = now - self._ended_at > PAUSE_S, now - self._looked_at
-        if self._most == 1 or not (paused or seconds >= INTERVAL_S):
-            return self._threads
-        others, before = self._others_so_far(), self._others
-        self._looked_at, self._others = now, others
-        if paused or others is None or before is None:
-            return self._threads
-        free = _num_cores() - (others - before) / seconds
-        enough, left = math.floor(free + _GIVEN_BACK), math.floor(free + _TAKEN)
-        self._threads = max(1, min(self._most, max(enough, min(left, self._threads))))
-        return self._threads
-
-    def step_ended(self) -> None:
-        self._ended_at = self._clock()
-
-    def _others_so_far(self) -> float | None:
-        busy = self._busy()
-        return None if busy is None else busy - self._own()
 
 
 def busy_seconds() -> float | None:
@@ -89,5 +45,47 @@ def busy_seconds() -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
+class FreeCores:
+    """Looks again every ``INTERVAL_S``; ``most`` threads where nothing is known of other processes.
+
+    ``busy`` gives the seconds that this process's cores have worked so far, for anyone, and None where the
+    system does not tell; ``own`` those that this process has; ``clock`` the time.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        busy: Callable[[], float | None] = busy_seconds,
+        own: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most = most
+        self._busy = busy
+        self._own = own
+        self._clock = clock
+        self._threads = most
+        self._looked_at = self._ended_at = clock()
+        self._others = self._others_so_far()
+
+    def threads(self) -> int:
+        """For the step that begins; 1 at least."""
+        now = self._clock()
+        paused, seconds = now - self._ended_at > PAUSE_S, now - self._looked_at
+        if self._most == 1 or not (paused or seconds >= INTERVAL_S):
+            return self._threads
+        others, before = self._others_so_far(), self._others
+        self._looked_at, self._others = now, others
+        if paused or others is None or before is None:
+            return self._threads
+        free = num_cores() - (others - before) / seconds
+        enough, left = math.floor(free + _GIVEN_BACK), math.floor(free + _TAKEN)
+        self._threads = max(1, min(self._most, max(enough, min(left, self._threads))))
+        return self._threads
+
+    def step_ended(self) -> None:
+        self._ended_at = self._clock()
+
+    def _others_so_far(self) -> float | None:
+        busy = self._busy()
+        return None if busy is None else busy - self._own()

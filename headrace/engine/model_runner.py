@@ -161,14 +161,10 @@ class ModelRunner:
             last_rows = hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)]
         sequences = [entry.sequence for entry in entries if entry.samples]
         step = max(1, _SAMPLE_LOGITS_BYTES // self._row_bytes)
-        if 0 < len(sequences) <= step:
-            sampled = self.sampler.sample(self.model.logits(last_rows), sequences)
-        else:
-            sampled = SampledBatch([])
-            for start in range(0, len(sequences), step):
-                logits = self.model.logits(last_rows[start : start + step])
-                sampled.extend(self.sampler.sample(logits, sequences[start : start + step]))
-        sampled.invalid_prompts = invalid_prompts
+        sampled = SampledBatch([], invalid_prompts=invalid_prompts)
+        for start in range(0, len(sequences), step):
+            logits = self.model.logits(last_rows[start : start + step])
+            sampled.extend(self.sampler.sample(logits, sequences[start : start + step]))
         return sampled
 
     def _add_prompt_logprobs(self, entry: Entry, hidden: Tensor) -> None:

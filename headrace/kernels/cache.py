@@ -108,7 +108,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros, on a CPU without touching the memory: numpy leaves it to the system to hand out zeroed pages
     as they are first written, so that starting up costs nothing and an idle cache takes no memory.
 
-    No slot shares a cache line with another. Huge pages are not asked for: slots of a block lie apart, one
+    It begins at a cache line. Huge pages are not asked for: slots of a block lie apart, one
     stretch a head and layer, so that a few blocks would take a huge page for each of them.
     """
     if device.type != "cpu":

@@ -35,7 +35,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_cores, "_num_cores", lambda: 4)
+    monkeypatch.setattr(free_cores, "num_cores", lambda: 4)
 
 
 def test_a_busy_neighbour_takes_a_thread_and_gives_it_back() -> None:
