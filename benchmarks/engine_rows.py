@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from benchmarks.contenders import SCENARIOS, Model
 from benchmarks.forms import FORMS, Form, has_server
@@ -30,6 +29,8 @@ BEST_DECODE = {"bf16": 1.5, "8-bit": 2.5, "file": 2.5}
 """Bounds on the ratio to the best peer of a form; of any other model and metric: ahead."""
 SAME_BITS = 0.05
 NEIGHBOUR = "tg128.neighbour"
+STREAM = "stream"
+"""Bytes per second of reads at the footprint of the side, beside its tg128."""
 _UNITS = {
     **{scenario.name: "tok/s" for scenario in SCENARIOS},
     "http.output": "tok/s",
@@ -70,15 +71,16 @@ class Measurements:
             self.why[side] = str(error)
 
 
-def rows_of(
-    model: Model, sides: list[str], measured: Measurements, roofs: dict[str, Any], *, http: bool
-) -> list[Row]:
-    """Our figure in each form beside each peer's, the best peer's, and the machine's roof."""
+def rows_of(model: Model, sides: list[str], measured: Measurements, gemm: float, *, http: bool) -> list[Row]:
+    """Our figure in each form beside each peer's, the best peer's, and the machine's roof.
+
+    ``gemm``: operations per second of a product in bfloat16.
+    """
     rows = []
     for form in FORMS:
         peers = [side for side in form.peers if side in sides]
         if form.ours in sides:
-            rows += _form_rows(model, form, peers, measured, roofs, http=http)
+            rows += _form_rows(model, form, peers, measured, gemm, http=http)
     value, spread = measured.of("headrace", "load.engine")
     other, other_spread = measured.of("transformers", "load.engine")
     rows.append(
@@ -97,7 +99,7 @@ def rows_of(
 
 
 def _form_rows(
-    model: Model, form: Form, peers: list[str], measured: Measurements, roofs: dict[str, Any], *, http: bool
+    model: Model, form: Form, peers: list[str], measured: Measurements, gemm: float, *, http: bool
 ) -> list[Row]:
     rows = []
     ours = form.ours
@@ -129,7 +131,7 @@ def _form_rows(
         if metric in names or metric == "http.output":
             rows.append(_best_row(model, form, metric, peers, measured))
         if metric in names:
-            rows.append(_roof_row(model, form, metric, measured, roofs))
+            rows.append(_roof_row(model, form, metric, measured, gemm))
     quiet, _ = measured.of(ours, "tg128")
     value, spread = measured.of(ours, NEIGHBOUR)
     if value is not None:
@@ -180,9 +182,20 @@ def _best_row(model: Model, form: Form, metric: str, peers: list[str], measured:
     )
 
 
-def _roof_row(model: Model, form: Form, metric: str, measured: Measurements, roofs: dict[str, Any]) -> Row:
+def _roof_row(model: Model, form: Form, metric: str, measured: Measurements, gemm: float) -> Row:
+    """Beside the rate if only reading the weights (decode) or only multiplying (prefill) took time."""
     value, spread = measured.of(form.ours, metric)
-    roof, name = _roof(model, form, metric, measured, roofs)
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == metric)
+    roof: float | None
+    if scenario.kind == "decode":
+        stream, bits = measured.of(form.ours, STREAM)[0], measured.of(form.ours, "bits")[0]
+        if stream is None or bits is None:
+            roof = None
+        else:
+            roof = stream / footprint(model, bits) * scenario.num_sequences
+        name = "stream of the weights"
+    else:
+        roof, name = gemm / prefill_flops_per_token(model, scenario.num_tokens), "bf16 GEMM"
     return make_row(
         f"{model.name}/{metric}/roof at {form.name}",
         value,
@@ -192,21 +205,6 @@ def _roof_row(model: Model, form: Form, metric: str, measured: Measurements, roo
         peer_value=roof,
         target=Target("ratio", ">=", form.stream) if metric == "tg128" else None,
     )
-
-
-def _roof(
-    model: Model, form: Form, metric: str, measured: Measurements, roofs: dict[str, Any]
-) -> tuple[float | None, str]:
-    """Tokens per second if only reading the weights (decode) or only multiplying (prefill) took time."""
-    scenario = next(scenario for scenario in SCENARIOS if scenario.name == metric)
-    if scenario.kind == "decode":
-        bits = measured.of(form.ours, "bits")[0]
-        if bits is None:
-            return None, "stream of the weights"
-        nbytes = footprint(model, bits)
-        rate = float(roofs["stream"][str(nbytes)]) / nbytes * scenario.num_sequences
-        return rate, "stream of the weights"
-    return float(roofs["gemm_bf16"]) / prefill_flops_per_token(model, scenario.num_tokens), "bf16 GEMM"
 
 
 def footprint(model: Model, bits: float) -> int:

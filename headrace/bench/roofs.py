@@ -4,7 +4,8 @@
              part of it may stay in the last-level cache, as it would for the model
     gemm     the best rate of torch's own product over a few large shapes
 
-Run as a program it prints both as JSON: ``python -m headrace.bench.roofs THREADS BYTES…``.
+Run as a program it prints, as JSON, the streams of the footprints it is given, without any the product:
+``python -m headrace.bench.roofs THREADS [BYTES…]``.
 """
 
 from __future__ import annotations
@@ -121,16 +122,10 @@ def _compiled_reader(folder: Path) -> Callable[..., int] | None:
 
 def main(arguments: list[str]) -> None:
     threads, footprints = int(arguments[0]), [int(text) for text in arguments[1:]]
-    streams = {str(size): stream_rate(size, threads) for size in footprints}
-    print(
-        json.dumps(
-            {
-                "stream": {size: rate for size, (rate, _) in streams.items()},
-                "method": next((how for _, how in streams.values()), ""),
-                "gemm_bf16": gemm_rate(torch.bfloat16, threads),
-            }
-        )
-    )
+    if footprints:
+        print(json.dumps({"stream": {size: stream_rate(size, threads)[0] for size in footprints}}))
+    else:
+        print(json.dumps({"gemm_bf16": gemm_rate(torch.bfloat16, threads)}))
 
 
 if __name__ == "__main__":

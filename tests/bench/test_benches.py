@@ -78,8 +78,7 @@ def test_operators_are_timed_at_their_depth() -> None:
 
 METRICS = ("pp512", "pp2048", "tg128", "tg64x8")
 BITS = {"bf16": 16.0, "8-bit": 8.0, "file": 4.0}
-# what 500 weights take at those bits
-ROOFS = {"stream": {"1000": 1e6, "500": 1e6, "250": 1e6}, "gemm_bf16": 1e9}
+GEMM = 1e9
 
 
 def filled() -> Measurements:
@@ -91,6 +90,7 @@ def filled() -> Measurements:
             for metric in METRICS:
                 for value in (10.0, 11.0, 12.0):
                     measured.add(side, metric, factor * value)
+            measured.add(side, "stream", 1e6)  # 500 weights take 1000, 500 and 250 bytes
             measured.add(side, "bits", BITS[form.name] * (1.2 if side == "openvino-file" else 1.0))
     measured.add("headrace", "load.engine", 1.0)
     return measured
@@ -100,7 +100,7 @@ def test_every_bound_has_its_row(tmp_path: Path) -> None:
     measured = filled()
     with measured.failures("llama-file", ChildError):
         raise ChildError("gone")
-    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, ROOFS, http=True)}
+    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, GEMM, http=True)}
     bound = {row.id for row in rows.values() if row.target is not None}
     expected = {f"tiny/{metric}/{peer}" for metric, peer in TARGETS} | {"tiny/load.engine"}
     for form in FORMS:
@@ -122,7 +122,7 @@ def test_the_best_peer_holds_as_many_bits(tmp_path: Path) -> None:
         measured.add("openvino-file", "tg128", value)
     measured.add("onnxruntime-int4", "tg128", 14.0)
     measured.add("onnxruntime-int4", "tg128", 14.0)
-    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, ROOFS, http=False)}
+    rows = {row.id: row for row in rows_of(model(tmp_path), list(SIDES), measured, GEMM, http=False)}
     best = rows["tiny/tg128/best at file"]
     assert (best.peer, best.peer_value, best.met) == ("onnxruntime-int4", 12.0, True)
     assert "not at equal bits: 4.00 and 4.80" in rows["tiny/tg128/openvino-file"].note
@@ -137,7 +137,7 @@ def test_divergence_is_that_of_the_definition() -> None:
 
 
 def test_without_our_side_nothing_is_met(tmp_path: Path) -> None:
-    rows = rows_of(model(tmp_path), list(SIDES), Measurements(), ROOFS, http=False)
+    rows = rows_of(model(tmp_path), list(SIDES), Measurements(), GEMM, http=False)
     assert all(row.met is False for row in rows if row.target is not None)
 
 
@@ -249,9 +249,8 @@ def test_a_run_that_is_stopped_tells_what_it_has(tmp_path: Path, monkeypatch: py
         measured.add("vllm-eager", "tg128", 10.0)
         raise SystemExit(143)
 
-    roofs = {"stream": {"1000": 1e6}, "gemm_bf16": 1e9, "method": "none"}
     monkeypatch.setattr(engine, "_measure_engines", stopped)
-    monkeypatch.setattr(engine, "_roofs", lambda models, plan: roofs)
+    monkeypatch.setattr(engine, "_roof", lambda plan, *footprints: {"gemm_bf16": GEMM})
     monkeypatch.setattr(Model, "resolve", classmethod(lambda cls, name: model(tmp_path)))
     parser = argparse.ArgumentParser()
     engine.add_arguments(parser)
