@@ -236,7 +236,13 @@ class KernelLoop:
         )
 
     def _targets(self, profile: KernelProfile, tried: Sequence[Tried]) -> list[Target]:
-        found = find_targets(profile, self._config, tried, block_size=self._engine.block_size)
+        found = find_targets(
+            profile,
+            self._config,
+            tried,
+            block_size=self._engine.block_size,
+            quantization=self._engine.quantization,
+        )
         return [target for target in found if self._op in ("", target.op) and self._wanted(target)]
 
     def _publish(self, winner: Winner, one: Round, profile: KernelProfile, base: Path | None) -> Published:

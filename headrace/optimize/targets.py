@@ -56,16 +56,22 @@ class _Worth:
 
 
 def find_targets(
-    profile: KernelProfile, config: DecoderConfig, tried: Sequence[Tried] = (), *, block_size: int
+    profile: KernelProfile,
+    config: DecoderConfig,
+    tried: Sequence[Tried] = (),
+    *,
+    block_size: int,
+    quantization: str = "auto",
 ) -> list[Target]:
-    """Targets worth a round, the best first; what was tried in vain is left out."""
+    """Targets worth a round, the best first; what was tried in vain is left out. ``quantization``: the
+    setting that the profile was taken with."""
     lost = {_key(one.target) for one in tried if not one.won}
     won = [_key(one.target) for one in tried if one.won]
     whole = sum(phase.num_steps * phase.step_s for phase in profile.phases)
     found: dict[Key, tuple[float, Target]] = {}
     for phase in profile.phases:
         for worth in _worths(phase, phase.num_steps * phase.step_s / whole if whole else 0.0):
-            target = _target(profile, worth, config, block_size)
+            target = _target(profile, worth, config, block_size, quantization)
             key = _key(target)
             share = worth.share * COUNTS_AFTER_WIN ** won.count(key)
             if key not in lost and _gain(share) >= MIN_GAIN and (key not in found or found[key][0] < share):
@@ -116,7 +122,9 @@ def _inside(path: str, other: str) -> bool:
     return path.startswith(other + "/")
 
 
-def _target(profile: KernelProfile, worth: _Worth, config: DecoderConfig, block_size: int) -> Target:
+def _target(
+    profile: KernelProfile, worth: _Worth, config: DecoderConfig, block_size: int, quantization: str
+) -> Target:
     entry, phase = worth.entry, worth.phase.phase
     fixed = op_dims(entry.op, config, phase=phase, block_size=block_size, part=part_of(entry.path))
     shapes = sorted(entry.shapes, key=lambda shape: -shape.calls_per_step)
@@ -137,6 +145,7 @@ def _target(profile: KernelProfile, worth: _Worth, config: DecoderConfig, block_
         end_to_end_gain=_gain(worth.share),
         why=_why(entry, worth, shapes[0]),
         norm_dtype=norm_dtype(config),
+        quantization=quantization,
     )
 
 

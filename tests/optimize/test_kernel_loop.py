@@ -218,6 +218,23 @@ def test_packs_of_two_rounds_run_in_an_engine(tmp_path: Path, monkeypatch: pytes
     assert found == expected
 
 
+def test_candidates_are_judged_in_the_form_that_was_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[str] = set()
+
+    def judge(
+        self: KernelLoop, folder: Path, target: Target, base: Path | None, *, end_to_end: bool
+    ) -> Judged:
+        seen.add(target.quantization)
+        return judged(self, folder, target, base, end_to_end=end_to_end)
+
+    monkeypatch.setattr(KernelLoop, "_judge", judge)
+    engine = EngineConfig(max_model_len=64, kv_cache_gib=0.02, quantization="none")
+    make_loop(write_model(tmp_path / "model"), [], engine=engine).run(1)
+    assert seen == {"none"}
+
+
 def test_a_pack_of_another_model_or_that_does_not_hold_is_no_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

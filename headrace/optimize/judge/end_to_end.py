@@ -1,7 +1,8 @@
 """Is the whole workload faster with it? Two caged engines that differ in the candidate alone take turns.
 
 Their answers are compared too: given the same tokens, how far apart are their log-probabilities, against how
-far apart the baseline is from itself when it computes the same in another way.
+far apart stock operators are from themselves when they compute the same in another way. A pack may compute it
+in one way only.
 """
 
 from __future__ import annotations
@@ -119,15 +120,17 @@ def compare_engines(
             [*request.prompt, *answer][-_SCORED_TOKENS:]
             for request, answer in zip(setting.workload.requests, first.tokens, strict=True)
         ][:_SCORED_SEQUENCES]
-        if formats:
+        right = floor = _scores(baseline, sequences)
+        if formats or setting.pack is not None:
             stock = Setting(setting.model, setting.workload, setting.config)
-            with _Engine(sandbox, stock, kernels, options, Path(scratch), stands_in=True) as stand_in:
-                stand_in.wait_ready()
-                right = _scores(stand_in, sequences)
-        else:
-            right = _scores(baseline, sequences)
+            like, stands_in = (kernels, True) if formats else ([], False)
+            with _Engine(sandbox, stock, like, options, Path(scratch), stands_in=stands_in) as without:
+                without.wait_ready()
+                floor = _scores(without, sequences)
+            right = floor if formats else right
         allowed = max(MAX_WRONG, _ALIKE / (len(right[0]) + 1)) if formats else MAX_WRONG
-        agreement, agrees = _agreement(right, _scores(candidate, sequences), first, own, allowed)
+        noise = max(_distance(*pair) for pair in zip(*floor, strict=True))
+        agreement, agrees = _agreement(right, _scores(candidate, sequences), first, own, noise, allowed)
         ratios = _pairs(baseline, candidate, options.end_to_end_s)
     return EndToEnd(ratios, agreement, agrees)
 
@@ -284,12 +287,11 @@ def _agreement(
     candidate: tuple[list[Position], list[Position]],
     first: PassReport,
     own: PassReport,
+    noise: float,
     allowed: float,
 ) -> tuple[str, bool]:
-    """Both scored the same tokens, decoding and in prefill; in words, and whether it is within the noise
-    floor at all positions but a share of ``allowed``. That is what the right one differs from itself between
-    the two."""
-    noise = max(map(_distance, *right))
+    """Both scored the same tokens, decoding and in prefill; in words, and whether it is within the ``noise``
+    floor at all positions but a share of ``allowed``."""
     found = [
         distance for mine, its in zip(candidate, right, strict=True) for distance in map(_distance, mine, its)
     ]

@@ -6,11 +6,13 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from headrace.core.knobs import EngineConfig
 from headrace.core.packs import KernelEntry
 from headrace.kernels.native.build import cpu_features
 from headrace.models.families import read_config
@@ -18,7 +20,7 @@ from headrace.models.fields import read_json
 from headrace.optimize.dims import op_dims
 from headrace.optimize.judge import end_to_end, lesser_cpu
 from headrace.optimize.judge.end_to_end import EndToEnd, Setting, _distance, compare_engines
-from headrace.optimize.judge.engine_child import Position
+from headrace.optimize.judge.engine_child import PassReport, Position
 from headrace.optimize.judge.options import JudgeOptions
 from headrace.optimize.judge.rejected import Rejected
 from headrace.optimize.judge.sandbox import Cage, Caged, Sandbox
@@ -156,6 +158,42 @@ def test_several_kernels_on_blocks(levels: int, agrees: bool, tmp_path: Path) ->
     assert setting.config.quantization == "int8"
     found = compare_engines(kernels, setting, OPTIONS, formats=["q8_0"])
     assert found.agrees is agrees, found.agreement
+
+
+@pytest.mark.parametrize(("pack", "agrees"), [(None, False), (Path("pack"), True)])
+def test_a_pack_that_computes_in_one_way_is_no_floor(
+    pack: Path | None, agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidate is 0.1 from its baseline, whose decode and prefill have the same bits; stock operators' are
+    0.3 apart."""
+
+    class Engine:
+        def __init__(self, _: Any, setting: Setting, kernels: list[Any], *rest: Any, **options: Any) -> None:
+            base = -1.1 if kernels else -1.0
+            self.decode, self.prefill = base, base - (0.0 if kernels or setting.pack == pack else 0.3)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def wait_ready(self) -> None:
+            pass
+
+        def run(self) -> tuple[float, PassReport]:
+            return 1.0, PassReport(
+                prefill_s=0, prefill_tokens=0, decode_s=0, decode_tokens=0, tokens=[[1, 2, 3]]
+            )
+
+        def score(self, sequences: list[list[int]], together: int, chunk: int) -> list[Position]:
+            return [Position([(7, self.decode if chunk else self.prefill)])] * 3
+
+    monkeypatch.setattr(end_to_end, "_Engine", Engine)
+    built: Any = SimpleNamespace(sandbox=None)
+    model: Any = SimpleNamespace(folder=tmp_path)
+    setting = Setting(model, workload(), EngineConfig(), pack)
+    assert compare_engines([built], setting, OPTIONS).agrees is agrees
 
 
 def test_lists_without_a_common_token_differ_by_a_number() -> None:
