@@ -4,9 +4,9 @@ The engine in this process, its shipped kernels, timers around the ops of its ta
 (headrace/optimize/profile). Outside kernels is whatever is in no op: scheduling, the step's arrays, rotary
 angles and the walk over the layers, sampling, booking, cache events, and what no timer explains.
 
-Served: the same sequences as streams of `headrace serve`, whose gateway, sockets and client have the same
-cores. Its step is the median gap between two tokens of a stream; outside kernels is all of it but the kernels'
-time by the timers.
+Served: the same sequences as streams of `headrace serve`; its gateway, sockets and client share the cores. Its
+step is the median gap between two tokens of a stream; outside kernels is all of it but what the timers gave the
+kernels.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     recipe |= {
         "model": f"{arguments.model}, {arguments.quantization}; {engine.kernels}",
         "workload": f"{' and '.join(map(str, SEQUENCES))} sequences at once, prompts of {PROMPT}, "
-        f"{ANSWER - 1} decode steps, greedy; served: {SERVED_ANSWER - 1} more tokens each, over HTTP, streamed",
+        f"{ANSWER - 1} decode steps, greedy; served: {SERVED_ANSWER - 1} more tokens each, streamed",
         "times": "means over the middle half of each step's runs; the timers' own cost is taken off",
     }
     decodes: dict[int, PhaseProfile] = {}

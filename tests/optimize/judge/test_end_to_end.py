@@ -164,8 +164,8 @@ def test_several_kernels_on_blocks(levels: int, agrees: bool, tmp_path: Path) ->
 def test_a_pack_that_computes_in_one_way_is_no_floor(
     pack: Path | None, agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The candidate is 0.1 from its baseline, whose decode and prefill have the same bits; stock operators' are
-    0.3 apart."""
+    """The candidate is 0.1 from its baseline, whose decode and prefill have the same bits; those of stock
+    operators are 0.3 apart."""
 
     class Engine:
         def __init__(self, _: Any, setting: Setting, kernels: list[Any], *rest: Any, **options: Any) -> None:
