@@ -4,9 +4,9 @@ The engine in this process, its shipped kernels, timers around the ops of its ta
 (headrace/optimize/profile). Outside kernels is whatever is in no op: scheduling, the step's arrays, rotary
 angles and the walk over the layers, sampling, booking, cache events, and what no timer explains.
 
-Served: the same sequences as streams of `headrace serve`; its gateway, sockets and client share the cores. Its
-step is the median gap between two tokens of a stream; outside kernels is all of it but what the timers gave the
-kernels.
+Served: the same sequences as streams of `headrace serve`; its gateway, sockets and client share the cores.
+Its step is the median gap between two tokens of a stream; outside kernels is all of it but the kernels' time,
+as the timers gave it.
 """
 
 from __future__ import annotations
