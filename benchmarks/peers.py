@@ -11,6 +11,7 @@ Transformers is no peer to install: it lives in our own environment.
 
 from __future__ import annotations
 
+import argparse
 import email.parser
 import os
 import shutil
@@ -175,6 +176,9 @@ INSTALLERS |= {name: partial(install_venv, name, packages) for name, packages in
 
 def main(arguments: list[str]) -> int:
     """Installs the named peers, or all; one that fails does not stop the others."""
+    parser = argparse.ArgumentParser(prog="scripts/bench install-peers", description="install peers")
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"of {', '.join(INSTALLERS)} [all of them]")
+    arguments = parser.parse_args(arguments).peers
     unknown = [name for name in arguments if name not in INSTALLERS]
     if unknown:
         print(f"error: unknown peer {unknown[0]!r}\nhint: one of {', '.join(INSTALLERS)}", file=sys.stderr)
