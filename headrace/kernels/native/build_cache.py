@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ from headrace.core.leftovers import prefix_of
 from headrace.core.machine import num_cores
 from headrace.core.packs import KernelEntry, PackManifest
 from headrace.kernels.native.build import compile_kernel
+
+log = logging.getLogger("headrace.kernels")
 
 TIMEOUT_S = 600.0
 _POLL_S = 0.1
@@ -43,7 +46,7 @@ def built(
     scratch = ""
     try:
         try:
-            with _lock(folder, deadline):
+            with _lock(folder, deadline - timeout_s / 2):  # or a hanging one would leave us no time
                 libraries = build_files(contents, manifest, folder, timeout_s=_left(deadline))
         except OSError as error:
             reason = f"{folder} ({error.strerror or error})"
@@ -130,8 +133,12 @@ def _lock(folder: Path, deadline: float) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder, os.O_RDONLY)  # of the folder itself: it needs no file
             stack.callback(os.close, descriptor)
-            while not _take(descriptor) and time.monotonic() < deadline:
+            free = _take(descriptor)
+            if not free:
+                log.warning("waiting for another process that builds kernels in %s", folder)
+            while not free and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
+                free = _take(descriptor)
         yield
 
 

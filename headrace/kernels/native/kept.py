@@ -20,15 +20,14 @@ from headrace.core.words import describe_exit
 log = logging.getLogger("headrace.kernels")
 
 _LOAD_S = 30.0
-# what cannot be loaded, or lacks a function, is left to whoever loads it to describe
 _LOAD = """
 import ctypes, os, resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 try:
     library = ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW | os.RTLD_LOCAL)
-except OSError:
-    sys.exit()
-for name in ("hr_run", "hr_pack", "hr_packed_bytes"):
+except OSError as error:
+    sys.exit(str(error))
+for name in ("hr_run", "hr_pack", "hr_packed_bytes"):  # what is missing, whoever loads it will say
     hasattr(library, name)
 """
 
@@ -55,23 +54,27 @@ def keep(built: Path, library: Path) -> None:
 
 
 def check_loads(library: Path, name: str) -> None:
-    """Loads it in another process. Raises CompileError when that process crashes or hangs."""
+    """Loads it in another process. Raises CompileError when it cannot be loaded, or that process crashes or
+    hangs."""
     if not sys.executable:  # Python is embedded
         return
     command = [sys.executable, "-I", "-S", "-c", _LOAD, str(library)]
     try:
-        code = subprocess.run(
+        ended = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             timeout=_LOAD_S,
             check=False,
-        ).returncode
+        )
     except subprocess.TimeoutExpired:
         raise CompileError(f"{name} hangs when it is loaded") from None
-    if code < 0:
-        raise CompileError(f"{name} crashes when it is loaded ({describe_exit(code)})")
+    if ended.returncode < 0:
+        raise CompileError(f"{name} crashes when it is loaded ({describe_exit(ended.returncode)})")
+    if ended.returncode > 0:
+        said = ended.stderr.decode(errors="replace").strip()
+        raise CompileError(f"{name} cannot be loaded: {said}")
 
 
 def _digest_file(library: Path) -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.core import leftovers
 from headrace.core.errors import CompileError, CompilerMissingError, PackError
+from headrace.kernels.native import build_cache
 from headrace.kernels.native.build import check_flags, compile_kernel, cpu_features, find_compiler
 from headrace.kernels.native.op import NativeKernel
 from tests.kernels.native.conftest import SOURCES
@@ -96,6 +99,45 @@ def test_a_library_that_crashes_when_loaded_is_found_out_elsewhere(
     with pytest.raises(CompileError, match=r"crashes when it is loaded \(killed by SIG(BUS|SEGV)\)"):
         compile_kernel(source(tmp_path), ["-DRESULT=4"], tmp_path / "built")
     assert not list((tmp_path / "built").iterdir())
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is mended, and says the same of itself, builds it."""
+    bad = tmp_path / "bad"
+    bad.touch()
+    script = f'[ -e {bad} ] && {{ : > "$target"; exit 0; }}; exec {find_compiler()[0]} "$@"'
+    mock(tmp_path, script, monkeypatch)
+    with pytest.raises(CompileError, match=r"cannot be loaded: .*file too short"):
+        compile_kernel(source(tmp_path), ["-DRESULT=4"], tmp_path / "built")
+    bad.unlink()
+    assert NativeKernel(compile_kernel(source(tmp_path), ["-DRESULT=4"], tmp_path / "built")).run(0) == 4
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_build_that_hangs_elsewhere_leaves_time_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times: list[float] = []
+
+    def build(*_: object, timeout_s: float) -> list[Path]:
+        times.append(timeout_s)
+        return []
+
+    monkeypatch.setattr(build_cache, "read_files", lambda pack, manifest: {})
+    monkeypatch.setattr(build_cache, "build_files", build)
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    manifest: Any = None
+    try:
+        with build_cache.built(tmp_path, manifest, folder, timeout_s=6.0):
+            pass
+    finally:
+        os.close(descriptor)
+    assert times[0] > 2.0
+    assert "waiting for another process" in caplog.text
 
 
 @pytest.mark.parametrize(
