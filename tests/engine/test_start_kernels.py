@@ -248,7 +248,13 @@ def test_built_once_and_kept(
 
 @pytest.mark.parametrize("obstacle", ["a file", "full"])
 def test_a_cache_that_takes_nothing(
-    make: Make, shelf: PackShelf, cache: Path, tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
+    make: Make,
+    shelf: PackShelf,
+    cache: Path,
+    tmp_path: Path,
+    obstacle: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Root may write to read-only folders, so other obstacles stand in for one."""
     pack = shelf.add("cpu")
@@ -263,6 +269,7 @@ def test_a_cache_that_takes_nothing(
     engine = make()
     assert engine.stats().pack == pack
     serves(engine)
+    assert "kernels are built at each start" in caplog.text
     assert set(Path("/tmp").glob("headrace-kernels-*")) <= before
 
 

@@ -246,7 +246,7 @@ def test_a_rows_bits_do_not_depend_on_threads(pack: Path, built: Path, tmp_path:
     packed = load_tiny("qwen3", tmp_path, pack, built)
     whole = sequences((300, 40))
     Runner(packed).step([(sequence, sequence.left) for sequence in whole])
-    for threads in (1, 3, 5):
+    for threads in (1, 3, 5, 16):
         torch.set_num_threads(threads)
         given = sequences((300, 40))
         same(Runner(packed).run(given, 100, 1), whole, threads)

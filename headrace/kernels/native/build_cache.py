@@ -50,6 +50,7 @@ def built(
                 libraries = build_files(contents, manifest, folder, timeout_s=_left(deadline))
         except OSError as error:
             reason = f"{folder} ({error.strerror or error})"
+            log.warning("kernels are built at each start: the cache cannot be written: %s", reason)
             try:  # not kept, and built anew at each start
                 scratch = tempfile.mkdtemp(prefix=prefix_of("kernels"))
                 libraries = build_files(contents, manifest, Path(scratch), timeout_s=_left(deadline))
