@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace, command: str) -> tuple[Report, tuple[str,
     models = [Model.resolve(name) for name in plan.models]
     gemm = max(_roof(plan)["gemm_bf16"] for _ in range(3))
     recipe["roofs"] = (
-        f"stream: reads at the footprint of a side of ours, before and after each of its tg128; "
+        "stream: reads at the footprint of a side of ours, before and after each of its tg128; "
         f"bf16 GEMM {gemm / 1e9:.0f} GFLOP/s"
     )
     rows = []
