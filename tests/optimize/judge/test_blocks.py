@@ -25,7 +25,7 @@ from tests.optimize.judge.candidates import HERE
 
 SMALL, LARGE = ("q8_0", "q4_0", "q4_1"), ("q4_k", "q5_k", "q6_k")
 OPTIONS = JudgeOptions(threads=2, compile_s=300.0, call_s=30.0, endurance_calls=20, endurance_s=0.1, seed=11)
-"""A seed of its own: of rows rounded to 8 bits one in many thousands is off by more than four times stock's."""
+"""A seed of its own: of rows rounded to 8 bits few are off by over four times stock's error."""
 WIDE = replace(ops.LLAMA, hidden_size=256, intermediate_size=256, num_heads=4, head_dim=64)
 GEMMA = replace(ops.GEMMA, hidden_size=128, intermediate_size=192)
 
