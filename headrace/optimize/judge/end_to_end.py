@@ -120,14 +120,15 @@ def compare_engines(
             [*request.prompt, *answer][-_SCORED_TOKENS:]
             for request, answer in zip(setting.workload.requests, first.tokens, strict=True)
         ][:_SCORED_SEQUENCES]
-        right = floor = _scores(baseline, sequences)
         if formats or setting.pack is not None:
             stock = Setting(setting.model, setting.workload, setting.config)
             like, stands_in = (kernels, True) if formats else ([], False)
             with _Engine(sandbox, stock, like, options, Path(scratch), stands_in=stands_in) as without:
                 without.wait_ready()
                 floor = _scores(without, sequences)
-            right = floor if formats else right
+        else:
+            floor = _scores(baseline, sequences)
+        right = floor if formats or setting.pack is None else _scores(baseline, sequences)
         allowed = max(MAX_WRONG, _ALIKE / (len(right[0]) + 1)) if formats else MAX_WRONG
         noise = max(_distance(*pair) for pair in zip(*floor, strict=True))
         agreement, agrees = _agreement(right, _scores(candidate, sequences), first, own, noise, allowed)
